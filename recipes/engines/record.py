@@ -67,14 +67,17 @@ ACTS_ON_TRAINING = ("scheduled_value",)  # callbacks that do
 
 
 def check_record(recipe: Recipe) -> list[str]:
-    """The keys that have changed since the newest checkpoint was written, all of which may; empty if the run begins.
+    """The keys that have changed since the newest checkpoint was written, all of which may; empty if there is none.
+
+    Args:
+        recipe: of a run that resumes.
 
     Raises:
         ValueError: the run goes on, and a key has changed that may not.
     """
     output = Path(recipe.output)
     record = record_of(recipe) / CONFIG
-    if not (recipe.checkpoints.resumes and has_checkpoints(output) and record.is_file()):
+    if not (has_checkpoints(output) and record.is_file()):
         return []
     refusal = f"checkpoints.autoresume: the recipe is not the one that {output}"
     return _compare_recipes(record, recipe, refusal, "output")

@@ -13,9 +13,10 @@ from recipes.engines import checkpoint_files, dry_run_checks
 from recipes.engines.checkpoint_files import CheckpointFiles
 from recipes.engines.composer.trainer import build_trainer
 from recipes.engines.dry_run_checks import check_on_meta
-from recipes.engines.record import ENCODED, changes_of, check_copy, check_encoders, check_record, keep_record
+from recipes.engines.record import ENCODED, changes_of, check_copy, check_encoders, check_record, keep_record, keep_with
 from recipes.engines.resuming import prepare_folder
 from recipes.training.checkpoint_names import KINDS
+from tests.disks import small_files
 
 BEGUN = ("checkpoints.autoresume=true", "training.duration=7ba")
 
@@ -121,6 +122,7 @@ def test_a_callback_that_acts_on_training_may_not_be_removed_either(begun, quick
         ("amp_bf16", "{parameters: fp32}", "{parameters: bf16}", "training.fsdp.parameters was 'fp32', is 'bf16'"),
         ("amp_bf16", "{parameters: bf16}", "{parameters: auto, strategy: FULL_SHARD, checkpoints: full}", None),
         ("amp_bf16", "null", "{parameters: bf16}", None),
+        ("amp_bf16", "null", "{parameters: fp32}", None),
         ("fp32", "null", "{parameters: bf16}", "training.fsdp was None, is {"),
         ("fp32", "{parameters: auto, wrap: model}", "null", None),
         ("auto", "{parameters: auto}", "{parameters: bf16}", "training.fsdp.parameters was 'auto', is 'bf16'"),
@@ -185,7 +187,23 @@ def test_a_start_that_saved_nothing_changes_nothing_that_later_ones_compare(begu
 
 def test_without_a_checkpoint_a_run_begins_anew(begun, quick_recipe):
     (begun / "checkpoints" / "ep0-ba3-rank0.pt").unlink()
-    assert check_record(quick_recipe(begun, *BEGUN, "seed=3")) == []
+    anew = quick_recipe(begun, *BEGUN, "seed=3")
+    assert check_record(anew) == []
+    keep_record(anew, Data)
+    assert "seed: 3" in (begun / "config.yaml").read_text() and not list(begun.glob("config-*.yaml"))
+
+
+def test_a_record_that_the_disk_refuses_is_one_line(begun):
+    said = r"records/ep0-ba4 could not be written \(File too large\); make room"
+    with small_files(10), pytest.raises(ValueError, match=said):
+        keep_with(begun, begun / "checkpoints" / "ep0-ba4-rank0.pt")
+    assert not list((begun / "records").glob("*ep0-ba4*"))
+
+
+def test_a_checkpoint_without_a_record_is_compared_with_nothing(begun, quick_recipe, capsys):
+    """As where only the checkpoints were copied."""
+    (begun / "config.yaml").unlink()
+    assert check_record(quick_recipe(begun, *BEGUN, "seed=3")) == [] and not capsys.readouterr().out
 
 
 def test_a_record_of_another_version_is_not_compared(begun, quick_recipe, capsys):
@@ -246,7 +264,6 @@ def test_validation_latents_of_another_vae_are_refused(quick_recipe, latent_sets
 def test_a_run_does_not_go_on_with_latents_of_another_vae(quick_recipe, latent_sets, tmp_path):
     other = of_another_vae(latent_sets / "train", tmp_path / "train")
     run = tmp_path / "run"
-    recipe = quick_recipe(run, "checkpoints.autoresume=true", "evals.val=null")
     (run / "checkpoints").mkdir(parents=True)
     (run / "checkpoints" / "ep0-ba3-rank0.pt").touch()
     weights = json.loads((latent_sets / "train" / "manifest.json").read_text())["image_encoder"]["weights_hash"]
@@ -261,7 +278,9 @@ def test_a_run_does_not_go_on_with_latents_of_another_vae(quick_recipe, latent_s
         said = f"data: not encoded as that of {where}, whose checkpoint is loaded: .*, the recipe expects {weights}"
         with pytest.raises(ValueError, match=said):
             build_trainer(changed)
-    assert recipe.checkpoints.resumes
+    data = SimpleNamespace(manifest=Manifest.read(other))
+    check_encoders(quick_recipe(run, "checkpoints.autoresume=false"), data, {})
+    check_encoders(quick_recipe(run, "checkpoints.autoresume=true", "checkpoints.allow_changes=[data]"), data, {})
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "[" * 100_000])
@@ -278,3 +297,6 @@ def test_a_damaged_record_of_the_encoders_is_named(text, quick_recipe, tmp_path)
 def test_the_record_says_what_encoded_the_data(quick_recipe, tmp_path):
     keep_record(quick_recipe(tmp_path), Data)
     assert not (tmp_path / ENCODED).exists()
+    encoders = {"image_encoder": {"weights_hash": "0"}}
+    keep_record(quick_recipe(tmp_path), SimpleNamespace(manifest=SimpleNamespace(encoders=lambda: encoders)))
+    assert json.loads((tmp_path / ENCODED).read_text()) == encoders
