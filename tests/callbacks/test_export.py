@@ -87,6 +87,7 @@ def test_done_is_said_at_the_end_and_once(tmp_path, task, capsys):
     assert written == [2, 4]
     record = {"run_name": "run", "batches": 4, "samples": 12}
     assert json.loads((tmp_path / "export" / "done.json").read_text()) == record
+    assert callback.is_complete(run.clock) and not callback.is_complete(run.at(3, samples=3).clock)  # of another run
     assert capsys.readouterr().out == f"weights: {tmp_path}/export\n"
 
 
@@ -190,6 +191,20 @@ def test_of_encoders_an_export_has_no_other_weights(tmp_path, task):
     assert names(tmp_path / "export" / "image_encoder") == [*vae, "vae"]
     plan = SimpleNamespace(parameters=1, averaged=False, manifest=manifest, output="runs/x", shards=1)
     assert Export.cost({"every": None}, plan).files.held == 4 + 2 * (len(clip) + len(vae))
+
+
+def test_what_an_export_takes(task):
+    """On the disk, the next export is whole before the last one goes; in memory, an average is gathered, too."""
+
+    def cost(every, averaged, beside, shards=1):
+        task.exports_average_beside = beside
+        plan = {"parameters": 10**9, "averaged": averaged, "output": "x", "shards": shards, "task": task}
+        return Export.cost({"every": every}, SimpleNamespace(**plan, manifest=None))
+
+    held = [cost(every, *kinds).files.held for every in (None, "5ba") for kinds in ((False, True), (True, False))]
+    assert held == [4e9, 4e9, 8e9, 8e9]
+    assert cost(None, True, True).files.held == 8e9 and cost(None, True, True).lines == ()
+    assert [cost(None, averaged, True, shards=2).lines[0][:6] for averaged in (False, True)] == ["4.0 GB", "8.0 GB"]
 
 
 def test_an_export_has_the_weights_of_open_clip_that_are_one_file(tmp_path, task):

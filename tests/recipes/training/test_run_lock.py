@@ -10,7 +10,7 @@ import pytest
 from recipes import convert_checkpoint, train
 from recipes.config.recipe import to_yaml
 from recipes.training import run_lock as module
-from recipes.training.run_lock import LOCK, only_run
+from recipes.training.run_lock import LOCK, no_run_beside, only_run
 
 
 @pytest.fixture
@@ -75,3 +75,9 @@ def test_a_checkpoint_of_a_run_that_trains_is_not_converted(other, tmp_path, cap
             convert_checkpoint.main([str(tmp_path / folder / "ep0-ba2.ckpt"), "--to", "composer"])
         (line,) = capsys.readouterr().err.strip().splitlines()
         assert said in line, line
+
+
+def test_a_checkpoint_of_no_run_gets_no_lock(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    with no_run_beside(tmp_path / "checkpoints" / "ep0-ba2.ckpt"):
+        assert [path.name for path in tmp_path.rglob("*")] == ["checkpoints"]
