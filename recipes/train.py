@@ -54,7 +54,7 @@ def main() -> None:
                 trainer = importlib.import_module(f"recipes.engines.{recipe.training.engine}.trainer")
                 from recipes.engines.checkpoint_copies import copies_end
                 from recipes.training.ranks import says_that_another_ended
-            catch_again()
+            catch_again()  # where the imports have set handlers of their own
             training = recipe.training
             with (
                 only_run(recipe.output),

@@ -60,6 +60,19 @@ def age(output: OutputSet, shard: str) -> float:
     return time.time() - (output.out / BEGUN / shard).lstat().st_mtime
 
 
+def ages_when_published(monkeypatch) -> list[float]:
+    """The `age` of each shard that is published from now on, of those that were begun hours before."""
+    ages, publish = [], OutputSet.publish
+
+    def looked_at(output, shard, rank):
+        ages.append(age(output, shard))
+        publish(output, shard, rank)
+
+    begin_hours_ago(monkeypatch)
+    monkeypatch.setattr(OutputSet, "publish", looked_at)
+    return ages
+
+
 def fail(error: Exception):
     """A function that raises an error."""
 

@@ -16,7 +16,7 @@ from precompute.encode import main
 from precompute.job import _finish
 from precompute.output import DONE, STALE, OutputSet
 from precompute.shard_folder import ShardFolder
-from tests.precompute.output_sets import age, begin_hours_ago
+from tests.precompute.output_sets import ages_when_published
 from tests.ranks import launch
 
 ROOT = Path(__file__).parents[2]
@@ -91,14 +91,7 @@ def test_a_shard_whose_samples_are_written_is_not_lost(tmp_path):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_rank_keeps_shards_that_take_it_hours(recipe, tmp_path, monkeypatch, workers):
     """Another one without work would do them once more."""
-    path, ages, publish = recipe(workers=workers), [], OutputSet.publish
-
-    def looked_at(output, shard, rank):
-        ages.append(age(output, shard))
-        publish(output, shard, rank)
-
-    begin_hours_ago(monkeypatch)
-    monkeypatch.setattr(OutputSet, "publish", looked_at)
+    path, ages = recipe(workers=workers), ages_when_published(monkeypatch)
     monkeypatch.setenv("WORLD_SIZE", "2")
     main([path])
     assert len(ages) == 3 and max(ages) < LOST

@@ -29,7 +29,7 @@ from recipes.config.recipe import Recipe, load_config
 from recipes.models.language.task import load_language
 from recipes.planning.dry_run import survey
 from tests.locks import held_by_a_child
-from tests.precompute.output_sets import age, begin_hours_ago
+from tests.precompute.output_sets import ages_when_published
 from tests.recipes.engines.recording import record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,14 +130,7 @@ def test_a_rank_that_was_taken_for_lost_leaves_the_shard_that_it_packs(text_sets
 
 
 def test_a_rank_keeps_texts_that_take_it_hours(text_sets, tmp_path, monkeypatch):
-    ages, publish = [], OutputSet.publish
-
-    def looked_at(output, shard, rank):
-        ages.append(age(output, shard))
-        publish(output, shard, rank)
-
-    begin_hours_ago(monkeypatch)
-    monkeypatch.setattr(OutputSet, "publish", looked_at)
+    ages = ages_when_published(monkeypatch)
     monkeypatch.setenv("WORLD_SIZE", "2")
     pack_again(text_sets, tmp_path)
     assert len(ages) > 2 and max(ages) < LOST
