@@ -83,7 +83,7 @@ def plain_trainer(recipe: Recipe, samples: list[dict[str, Tensor]], batches: int
 
 def in_memory(recipe: Recipe) -> list[dict[str, Tensor]]:
     """Every sample of the recipe's data, on every rank."""
-    placement = Placement(batch=1, training=False)
+    placement = Placement(batch=1, training=False, copies=dist.get_world_size())
     loader = build(recipe.data, placement=placement, requirements={}).loader
     return [{name: tensor[0].clone() for name, tensor in batch.items()} for batch in loader]
 

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import rank_curves
 from benchmarks.rank_curves import OTHER_SEED, PLAIN, smoothed
+from recipes.config.recipe import to_yaml
 from tests.ranks import launch
 
 RANKS = Path(__file__).with_name("rank_curves_ranks.py")
@@ -20,11 +21,16 @@ SMALL = [
 
 
 @pytest.mark.slow
-def test_curves_of_two_ranks(token_sets, tmp_path):
+def test_curves_of_two_ranks(token_sets, small_recipe, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(to_yaml(small_recipe(tmp_path / "run")))
     paths = ["--tokens", str(token_sets), "--vocabulary", str(token_sets / "vocabulary.json")]
     sizes = ["--ranks", "32", "1", "--batches", "12", "--window", "4"]
-    done = launch(2, RANKS, tmp_path / "results", *paths, *sizes, *SMALL)
+    done = launch(2, RANKS, tmp_path / "results", recipe, *paths, *sizes, *SMALL)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    # `overhead.py` compares with Composer alone, which has every sample on every rank.
+    one, other = (json.loads((tmp_path / "results" / f"in_memory-{rank}.json").read_text()) for rank in range(2))
+    assert one == other and len(one) == len(set(one)) == 40
     record = json.loads((tmp_path / "results" / "rank_curves-openmoji-cpu.json").read_text())
     rows = {row["averaging"]: row for row in record["rows"]}
     assert list(rows) == [PLAIN, OTHER_SEED, "rank 32", "rank 1"]
