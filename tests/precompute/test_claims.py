@@ -11,7 +11,7 @@ import pytest
 from benchmarks.killing import digests
 from data.manifest import Manifest
 from data.ranks import Rank
-from precompute.claims import LOST, Claims
+from precompute.claims import LOST, Claims, begun_shards, shards_to_do
 from precompute.encode import main
 from precompute.job import _finish
 from precompute.output import DONE, STALE, OutputSet
@@ -95,6 +95,18 @@ def test_a_rank_keeps_shards_that_take_it_hours(recipe, tmp_path, monkeypatch, w
     monkeypatch.setenv("WORLD_SIZE", "2")
     main([path])
     assert len(ages) == 3 and max(ages) < LOST
+
+
+def test_shards_of_a_ranks_share_that_could_not_be_read_are_tried_again(tmp_path):
+    """Their notes go first of all: other ranks would take them for the only ones that are left."""
+    output = OutputSet(tmp_path, ["a", "b"])
+    for shard in output.shards:
+        output.note_unreadable(shard, "the server is gone")
+    shards = shards_to_do({"train": output}, Rank(0, 2))
+    label, shard, _ = next(shards)
+    assert (label, shard) == ("train", "a") and output.unreadable() == {"b": "the server is gone"}
+    shards.close()
+    assert not begun_shards(output)
 
 
 def test_another_process_of_a_rank_knows_at_once_whose_a_shard_is(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -220,8 +221,12 @@ def test_a_rank_without_work_scores_the_shards_of_a_lost_one(job, monkeypatch, t
     root, arguments = job
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("RANK", "7")  # it has no shard of its own
+    (shard,) = shards_of(root, "val")
+    OutputSet(tmp_path / "val" / "scores", []).note_unreadable(shard, "the server is gone")
+    os.utime(tmp_path / "val" / "scores" / "unreadable" / f"{shard}.json", (1, 1))  # before this start
     scores.main([*arguments, f"out={tmp_path}"])
     for split in COLOURS:
+        assert not [*(tmp_path / split / "scores" / "unreadable").glob("*")]
         known = root / "out" / split / "scores" / "summary.json"
         assert (tmp_path / split / "scores" / "summary.json").read_bytes() == known.read_bytes()
         assert not (tmp_path / split / "scores" / "begun").exists()

@@ -156,6 +156,7 @@ def test_texts_that_cannot_be_read_do_not_end_the_job(text_sets, tmp_path, monke
         said = capsys.readouterr().out
         assert f"pack: {broken} could not be read: the server is gone" in said
         assert "captions: 1 of 4 shards are left to other ranks" in said
+        assert len(os.listdir(tmp_path / "captions" / "shards")) == 2  # and no part of the broken one
         left.release(other)
         patch.setenv("RANK", "1")
         with pytest.raises(SystemExit):

@@ -148,7 +148,9 @@ def test_a_run_in_the_background_goes_on_ignoring_ctrl_c(imports):
             assert not stop.requested()
             os.kill(os.getpid(), signal.SIGTERM)
             assert stop.requested()
+        stop.catch_again()  # after the run: nothing
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) != stop._catch
     finally:
         signal.signal(signal.SIGINT, before)
 
