@@ -11,6 +11,7 @@ from data.files import point_to
 from data.stores import S3Store
 from recipes.config.recipe import to_yaml
 from recipes.engines.bucket import Bucket
+from recipes.engines.checkpoint_copies import CheckpointCopies
 from recipes.engines.fetched_checkpoints import fetch_newest
 from recipes.engines.resuming import prepare_folder
 from recipes.training.checkpoint_names import newest_of_all
@@ -51,6 +52,20 @@ def test_a_link_to_a_checkpoint_without_a_batch_in_its_name_is_refused(bucket, q
     with pytest.raises(ValueError, match=r"checkpoints\.bucket: .*best\.ckpt, .*for instance to ep0-ba1000\.ckpt"):
         prepare_folder(recipe, "lightning")
     assert Bucket(address).latest() is None
+
+
+def test_a_copy_has_the_record_with_which_the_checkpoint_was_written(bucket, tmp_path):
+    """A start with an allowed change may have written its own into the folder, before it copied what was there."""
+    checkpoint, record = tmp_path / "checkpoints" / "ep0-ba2.ckpt", tmp_path / "records" / "ep0-ba2"
+    for folder in (checkpoint.parent, record):
+        folder.mkdir(parents=True)
+    checkpoint.write_text("a checkpoint")
+    (tmp_path / "config.yaml").write_text("seed: 2\n")
+    (record / "config.yaml").write_text("seed: 1\n")
+    copies = CheckpointCopies("s3://sets/recorded/run")
+    copies.catch_up(checkpoint, "latest", keep=1)
+    copies.finish()
+    assert Bucket("s3://sets/recorded/run").latest()["record"] == {"config.yaml": "seed: 1\n"}
 
 
 def test_a_bucket_with_another_runs_checkpoints_is_refused_before_anything_is_fetched(bucket, quick_recipe, tmp_path):

@@ -12,7 +12,7 @@ from recipes.config.recipe import FSDP
 from recipes.engines import checkpoint_files
 from recipes.engines.checkpoint_files import CheckpointFiles, end_if_asked, whole
 from recipes.engines.resuming import remove_halves
-from recipes.training.checkpoint_names import KINDS, newest_of_each
+from recipes.training.checkpoint_names import KINDS, newest_of_all, newest_of_each
 from recipes.training.clock import Clock
 from recipes.training.stop import StartAgain
 from tests.disks import fill, on_disk_before_named, read_only, small_disk, small_files
@@ -197,6 +197,13 @@ def test_of_two_checkpoints_of_a_batch_that_of_the_later_epoch_is_the_newest(tmp
     monkeypatch.setattr(type(tmp_path), "glob", lambda folder, pattern: iter(listed))
     CheckpointFiles(tmp_path, KINDS["lightning"], keep=1).newest_is(both[1], 9)
     assert names(tmp_path) == [both[1].name, "latest"]
+
+
+def test_the_newest_of_both_engines_is_that_of_the_last_batch(tmp_path):
+    """And not the last one by name."""
+    for name in ("ep0-ba9.ckpt", "ep0-ba10-rank0.pt"):
+        (tmp_path / name).touch()
+    assert newest_of_all(tmp_path).name == "ep0-ba10-rank0.pt"
 
 
 def test_a_link_that_is_there_stays(tmp_path):
