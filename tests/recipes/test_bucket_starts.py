@@ -64,8 +64,12 @@ def test_a_copy_has_the_record_with_which_the_checkpoint_was_written(bucket, tmp
     (record / "config.yaml").write_text("seed: 1\n")
     copies = CheckpointCopies("s3://sets/recorded/run")
     copies.catch_up(checkpoint, "latest", keep=1)
-    copies.finish()
+    assert copies.wait() is None
     assert Bucket("s3://sets/recorded/run").latest()["record"] == {"config.yaml": "seed: 1\n"}
+    copies.catch_up(checkpoint.rename(checkpoint.with_name("ep0-ba5.ckpt")), "latest", keep=1)  # newer than its copy
+    copies.finish()
+    latest = Bucket("s3://sets/recorded/run").latest()
+    assert (latest["checkpoint"], latest["record"]) == ("ep0-ba5.ckpt", {"config.yaml": "seed: 2\n"})
 
 
 def test_a_bucket_with_another_runs_checkpoints_is_refused_before_anything_is_fetched(bucket, quick_recipe, tmp_path):
