@@ -136,7 +136,6 @@ def measure(settings: Settings, folder: Path, output: Any) -> list[MeasuredRun]:
 def main() -> None:
     settings = Settings.read(Path(sys.argv[1]))
     warnings.filterwarnings("ignore", message="Specifying `eval_interval")
-    warnings.filterwarnings("ignore", message="The _fsdp_wrap attribute")  # set by Composer itself
     dist.initialize_dist("cpu", timeout=120.0)
     register_data()
     with tempfile.TemporaryDirectory() as folder, open(Path(folder, "log.txt"), "w", encoding="utf-8") as output:

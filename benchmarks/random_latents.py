@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import cycle, islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from data.latents import LatentTransform
 from data.loading import Batch, Loading, Placement
@@ -47,8 +49,8 @@ def random_latents(
     return Loading(loader, transform, resolution=resolution, null_text=null_text)
 
 
-class InTurns(Dataset):
-    """Whole batches in memory, again and again."""
+class InTurns(IterableDataset):
+    """Whole batches in memory, again and again. Every rank has its own."""
 
     def __init__(self, made: list[Batch], count: int) -> None:
         self.made, self.count = made, count
@@ -56,5 +58,5 @@ class InTurns(Dataset):
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, number: int) -> Batch:
-        return self.made[number % len(self.made)]
+    def __iter__(self) -> Iterator[Batch]:
+        return islice(cycle(self.made), self.count)

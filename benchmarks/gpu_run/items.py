@@ -46,6 +46,7 @@ def items(small: bool) -> list[Item]:
         trained("unet_256", "as shipped", 90),
         trained("unet_512", "starting point", 120, profiled=True),
         encoding(512),
+        training_numbers(),
         Item("tests", "suite:marked_tests", 150, {"processes": 1 if small else 4}),
         encode_job(small),
     ]
@@ -103,6 +104,14 @@ def levers(subject: str, small: bool) -> Iterator[Item]:
 def encoding(resolution: int) -> Item:
     """The VAE's rate at a resolution."""
     return Item(f"VAE encoding at {resolution}", "encoding:rates", 120, {"resolution": resolution})
+
+
+def training_numbers() -> Item:
+    """Whole runs of both engines and of FSDP on one device, compared with a loop of PyTorch alone. What compiles takes
+    too long."""
+    ways = ["--parts", "numbers", "--only", "one device", "CUDA graphs", "SHARD_GRAD_OP", "FULL_SHARD"]
+    tiny = ["--models", "transformer", "--precisions", "fp32", "--steps", "2"]
+    return other("training numbers", "divided_training", 120, ways, [*ways, *tiny])
 
 
 def encode_job(small: bool) -> Item:

@@ -37,10 +37,10 @@ pytest_plugins = ["pytester"]
 def test_steps_in_this_process(tmp_path, unprepared, capsys):
     """A step of each kind that is quick; what fails is a row of its own, and the next step runs."""
     arguments = ["--small", "--device", "cpu", "--here", "--out", str(tmp_path), "--only"]
-    steps = ["numbers dvae", "unet_256, st", "unet_256, without ch", "unet_512, as", "powersgd", "geglu"]
+    steps = ["numbers dvae", "unet_256, st", "unet_256, without ch", "unet_512, as", "powersgd", "geglu", "training"]
     records = gpu.main([*arguments, *steps])
     ends = {line["item"]: line["state"] for line in records.lines("end")}
-    assert ends == dict.fromkeys(ends, "done") and len(ends) == 6
+    assert ends == dict.fromkeys(ends, "done") and len(ends) == 7
     (start, *others) = [row["values"] for row in records.rows("U-Net at 256")]
     assert start["setting"] == START and start["images/s"] > 0 and start["TFLOP/s"] > 0
     assert others[0]["relative to start"] == pytest.approx(others[0]["images/s"] / start["images/s"], abs=1e-3)
@@ -48,8 +48,10 @@ def test_steps_in_this_process(tmp_path, unprepared, capsys):
     assert records.rows("U-Net at 256, starting point: one step")
     assert (tmp_path / "trace_unet_256.json.gz").stat().st_size > 1000
     tables = {line["record"]["benchmark"]: line["record"] for line in records.lines("record")}
-    assert set(tables) == {"powersgd_cost", "geglu"} and tables["powersgd_cost"]["commit"]
+    assert set(tables) == {"powersgd_cost", "geglu", "divided_numbers"} and tables["powersgd_cost"]["commit"]
     assert [row["way"] for row in tables["geglu"]["rows"]] == ["PyTorch"]
+    compared = {row["way"]: row["result"] for row in tables["divided_numbers"]["rows"]}
+    assert compared == dict.fromkeys(compared, "passed") and {"one device, Lightning", "FULL_SHARD"} <= set(compared)
     text = (tmp_path / MARKDOWN).read_text()
     for words in ("## The machine", "## U-Net at 256\n", "## powersgd_cost, d64", "| powersgd cost | done |"):
         assert (words in text) == (words != "## The machine")

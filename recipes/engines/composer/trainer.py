@@ -301,7 +301,6 @@ def fsdp_config(recipe: Recipe, task: torch.nn.Module, start: Path | None, plann
     to wrap nothing more, and does what remains: checkpoints and resumption.
     """
     warnings.filterwarnings("ignore", message="FSDP2 Config/APIs are experimental")
-    warnings.filterwarnings("ignore", message="The _fsdp_wrap attribute will be removed")
     task._fsdp_wrap = False  # read by Composer
     fsdp = recipe.training.fsdp
     if fsdp is None:
