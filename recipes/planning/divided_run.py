@@ -15,7 +15,7 @@ from recipes.models.task import Task
 from recipes.planning.batches import batch_bytes
 from recipes.planning.costs import Costs, parameter_counts
 from recipes.planning.devices import Devices
-from recipes.planning.footprint import gathered_sizes, replica_traffic, shard_traffic, state_bytes
+from recipes.planning.footprint import gathered_at_once, gathered_sizes, replica_traffic, shard_traffic, state_bytes
 from recipes.planning.gpus import Device, Shares
 from recipes.planning.pass_memory import Passes
 from recipes.planning.step_time import (
@@ -185,10 +185,9 @@ class DividedRun:
         followed = self.passes.recomputed if recompute else self.passes.kept
         if fsdp is None:
             forward, working = self.copies(recompute)
-            buckets = FLOAT * trained * share * (devices.replicas > 1 and passes > 1 and costs.buckets)
+            buckets = FLOAT * trained * (devices.replicas > 1 and passes > 1 and costs.buckets)
         else:
-            # One unit computes while the next one is gathered.
-            forward = working = sum(self.gathered) if fsdp.strategy == "SHARD_GRAD_OP" else 2 * max(self.gathered)
+            forward = working = gathered_at_once(fsdp, self.gathered)
             buckets = FLOAT * self.held * (fsdp.sync == "batch" and passes > 1)
         peak = followed.peak(microbatch, one_by_one, (forward, working))
         activations = peak - working - one_by_one * followed.gradients
@@ -259,7 +258,7 @@ class DividedRun:
         """Bytes that each device sends per step to other shards, and to other replicas."""
         fsdp, devices = self.recipe.training.fsdp, self.devices
         within = between = 0.0
-        if fsdp is not None and devices.shards > 1:
+        if fsdp is not None:
             within = sum(shard_traffic(fsdp, devices, self.gathered, self.held, passes))
         if devices.replicas > 1:
             between = replica_traffic(self.task, self.costs, devices).sent_bytes

@@ -27,14 +27,11 @@ def memory_text(recipe: Recipe, task: nn.Module, costs: Costs, devices: Devices)
     if devices.tensor > 1:
         text += f", matrices divided over {devices.tensor} devices"
     if fsdp is not None:
-        sizes = gathered_sizes(recipe, task, costs, devices)
-        all_at_once = fsdp.wrap == "model" or fsdp.strategy == "SHARD_GRAD_OP"
-        gathered = sum(sizes) if all_at_once else max(sizes)
-        what = "gathered weights" if fsdp.strategy == "SHARD_GRAD_OP" else "the largest gathered unit"
+        gathered = gathered_at_once(fsdp, gathered_sizes(recipe, task, costs, devices))
         number = gathered_format(recipe, costs)
         number += " (fp32 outside of blocks)" if number == "fp16" else ""
         of = "all" if devices.tensor == 1 else "that"
-        text += f", 1/{shards} of {of}, and {size_text(gathered)} for {what} in {number}"
+        text += f", 1/{shards} of {of}, and {size_text(gathered)} for gathered weights in {number}"
         if fsdp.sync == "batch" and several:
             text += f", {size_text(FLOAT * held(task, task, devices))} for gradients of all in fp32"
     elif devices.replicas > 1 and costs.buckets and (several or recipe.training.microbatch == "auto"):
@@ -142,14 +139,16 @@ def shard_traffic(fsdp: FSDP, devices: Devices, gathered: list[int], values: int
     Args:
         fsdp: of the recipe.
         devices: of the run.
-        gathered: bytes of the units that FSDP gathers.
+        gathered: see `gathered_sizes`.
         values: that a device would have if FSDP did not divide them.
         passes: of a step.
     """
+    *blocks, rest = gathered
     reduced = 1 if fsdp.sync == "batch" else passes
-    times = 2 * passes if fsdp.strategy == "FULL_SHARD" else reduced
+    # What lies outside of the blocks stays there from the forward to the backward pass with both strategies.
+    weights = passes * (2 * sum(blocks) + rest) if fsdp.strategy == "FULL_SHARD" else reduced * sum(gathered)
     share = (devices.shards - 1) / devices.shards
-    return times * share * sum(gathered), reduced * share * FLOAT * values
+    return share * weights, reduced * share * FLOAT * values
 
 
 def replica_traffic(task: nn.Module, costs: Costs, devices: Devices) -> Cost:
@@ -198,6 +197,23 @@ def gathered_sizes(recipe: Recipe, task: nn.Module, costs: Costs, devices: Devic
     rest = held(task, task, devices) - sum(counts)
     low = FLOAT if number == "fp32" else 2
     return [low * count for count in counts] + [(FLOAT if number == "fp16" else low) * rest]
+
+
+def gathered_at_once(fsdp: FSDP, gathered: list[int]) -> int:
+    """Bytes of gathered weights that a device has at most at the same time.
+
+    FULL_SHARD frees a block after it has been computed, while the next one is gathered. PyTorch does not free what lies
+    outside of the blocks before the end of the backward pass.
+
+    Args:
+        fsdp: of the recipe.
+        gathered: see `gathered_sizes`.
+    """
+    *blocks, rest = gathered
+    of_blocks = sum(blocks)
+    if fsdp.strategy == "FULL_SHARD":
+        of_blocks = min(of_blocks, 2 * max(blocks, default=0))
+    return of_blocks + rest
 
 
 def microbatches_of(recipe: Recipe, devices: Devices) -> int:

@@ -9,7 +9,13 @@ from data.cost import Cost
 from recipes.config.recipe import FSDP
 from recipes.planning.costs import Costs
 from recipes.planning.devices import Devices
-from recipes.planning.footprint import gathered_sizes, gradient_traffic, microbatches_of
+from recipes.planning.footprint import (
+    gathered_at_once,
+    gathered_sizes,
+    gradient_traffic,
+    microbatches_of,
+    shard_traffic,
+)
 
 
 class TwoLayers(nn.Module):
@@ -51,3 +57,20 @@ def test_units_are_gathered_in_their_own_format(algorithm, precision, wrap, size
 def test_a_smaller_last_microbatch_is_one(microbatch, passes):
     training = SimpleNamespace(microbatch=microbatch, device_batch=lambda world: 10 // world)
     assert microbatches_of(SimpleNamespace(training=training), Devices(2, 2)) == passes
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sync", "weights", "gradients", "at_once"),
+    [
+        ("SHARD_GRAD_OP", "microbatch", 3 * 17, 3, 17),
+        ("SHARD_GRAD_OP", "batch", 17, 1, 17),
+        ("FULL_SHARD", "microbatch", 3 * (2 * 10 + 7), 3, 2 * 4 + 7),
+        ("FULL_SHARD", "batch", 3 * (2 * 10 + 7), 1, 2 * 4 + 7),
+    ],
+)
+def test_what_is_gathered_in_three_microbatches(strategy, sync, weights, gradients, at_once):
+    """Three blocks, of 3, 4 and 3 bytes, and 7 outside of them. Each of four devices has a quarter already."""
+    fsdp, units = FSDP(strategy=strategy, sync=sync), [3, 4, 3, 7]
+    assert shard_traffic(fsdp, Devices(4, 1), units, values=17, passes=3) == (3 / 4 * weights, 3 * gradients * 17)
+    assert gathered_at_once(fsdp, units) == at_once
+    assert gathered_at_once(fsdp, [3, 7]) == 10 and gathered_at_once(fsdp, [17]) == 17  # one block; none

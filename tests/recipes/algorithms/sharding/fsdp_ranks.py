@@ -18,9 +18,11 @@ from recipes.algorithms.gradients.clipping import clip_by_norm
 from recipes.algorithms.modules.activation_checkpointing import recompute, recomputed_modules
 from recipes.algorithms.sharding.shard import NORMS, shard, whole_weights
 from recipes.config.build import build
-from recipes.config.recipe import Recipe, load_config
+from recipes.config.recipe import FSDP, Recipe, load_config
 from recipes.models.contrastive.task import ContrastiveText
 from recipes.models.latent_diffusion.task import LatentDiffusion
+from recipes.planning.devices import Devices
+from recipes.planning.footprint import shard_traffic
 
 # What every recipe of the launch has.
 RUN = [
@@ -134,17 +136,28 @@ def check_gradients(recipe_file: str, folder: Path) -> None:
             torch.testing.assert_close(made, denoised, rtol=1e-8, atol=1e-8)
         for _ in range(2):  # what the first step leaves must not enter the second
             task.zero_grad()
-            mean = task(part(batch))["total"]
-            mean.backward()
+            with mock.patch.object(dist, "all_gather_into_tensor", wraps=dist.all_gather_into_tensor) as gather:
+                mean = task(part(batch))["total"]
+                mean.backward()
             dist.all_reduce(mean.detach_())
             torch.testing.assert_close(mean / 2, loss.detach(), **near)
             for name, gradient in gradients(task).items():
                 close = summed if apart and not name.startswith(norms) else near
                 torch.testing.assert_close(gradient, wanted[name], **close, msg=lambda m, n=name: f"{n} {m}")
+        check_traffic(task, options, sum(call.kwargs["output_tensor"].numel() for call in gather.mock_calls))
         gathered = whole_weights(task)
         assert bool(gathered) == (dist.get_rank() == 0)
         for name, tensor in gathered.items():
             assert torch.equal(tensor, weights[name]), name
+
+
+def check_traffic(task: LatentDiffusion, options: dict[str, object], gathered: int) -> None:
+    """The planner knows how many weights a pass gathers, but for norms outside of blocks, and for padding."""
+    fsdp = FSDP(strategy="FULL_SHARD" if options.get("reshard_after_forward") else "SHARD_GRAD_OP")
+    units = [sum(p.numel() for p in block.parameters()) for block in task.blocks()] * bool(options["by_block"])
+    units.append(sum(p.numel() for p in task.parameters()) - sum(units))
+    half, _ = shard_traffic(fsdp, Devices(2, 1), units, 0, 1)  # each of two ranks has half of the weights already
+    assert abs(gathered - 2 * half) < 0.02 * gathered, (options, gathered, 2 * half)
 
 
 def norm_units(task: LatentDiffusion, again: list[torch.nn.Module]) -> int:
