@@ -46,7 +46,7 @@ class Memory:
     Attributes:
         state: weights, gradients and the optimizer's state.
         working: 16-bit weights in the backward pass, gathered ones under FSDP.
-        buckets: in which DDP averages gradients.
+        buckets: in which DDP averages gradients, or whole gradients that FSDP reduces once per batch.
         algorithms: of the recipe, such as an average.
         activations: the most that the tensors of a microbatch's pass take at once beside the working weights, less
             the gradients that are not there yet.
@@ -188,7 +188,8 @@ class DividedRun:
             buckets = FLOAT * trained * (devices.replicas > 1 and passes > 1 and costs.buckets)
         else:
             forward = working = gathered_at_once(fsdp, self.gathered)
-            buckets = FLOAT * self.held * (fsdp.sync == "batch" and passes > 1)
+            # The reduced gradients of a unit, which `state` has, take the place of the whole ones.
+            buckets = FLOAT * self.held * (1 - 1 / devices.shards) * (fsdp.sync == "batch" and passes > 1)
         peak = followed.peak(microbatch, one_by_one, (forward, working))
         activations = peak - working - one_by_one * followed.gradients
         algorithms = sum(cost.device_bytes for cost in costs.algorithms.values())

@@ -54,7 +54,7 @@ def runs_of(planner, world, tensor=1):
         (1, "DDP", 4, 0),  # nothing is averaged
         (2, "DDP", 4, 4),
         (2, "DDP", 8, 0),  # gradients lie in the buckets
-        (2, "SHARD_GRAD_OP", 4, 4),  # it reduces gradients once per batch
+        (2, "SHARD_GRAD_OP", 4, 2),  # it reduces gradients once per batch, to half of them
         (2, "SHARD_GRAD_OP", 8, 0),
         (2, "FULL_SHARD", 4, 0),  # it reduces those of each microbatch
     ],
