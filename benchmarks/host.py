@@ -23,7 +23,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,9 @@ from recipes.engines.composer.trainer import build_trainer
 from recipes.engines.data_parallel import data_parallel
 from recipes.engines.lightning import trainer as lightning
 from recipes.engines.lightning.run import LightningRun
-from recipes.planning.divided_run import Cluster
+from recipes.planning.costs import costs_of, plan_of
+from recipes.planning.devices import Devices
+from recipes.planning.divided_run import Cluster, DividedRun
 from recipes.planning.gpus import device_named
 from recipes.planning.plan import Planner
 from recipes.training.callback import Callback
@@ -61,6 +62,9 @@ from recipes.training.run import Run
 # Which norms are fused is chosen by timing them, and kernels take no time here.
 ON_ONE = ["training.fsdp=null", "algorithms.fused_group_norm.when=always"]
 AT_512 = [*ON_ONE, NO_AVERAGE]
+# Over one device, which holds all that several would divide. The stub sends nothing anyhow.
+SHARDED = [*ON_ONE, "training.fsdp={strategy: SHARD_GRAD_OP, sync: batch}"]
+FULL_SHARD = "training.fsdp={strategy: FULL_SHARD}"
 RECOMPUTED = "algorithms.activation_checkpointing={name: activation_checkpointing}"
 COMPILED = ["training.microbatch=16", "algorithms.compile={name: compile, mode: reduce-overhead}"]
 GRAPHS = ["training.microbatch=16", "algorithms.graphs={name: cuda_graphs}"]
@@ -74,6 +78,7 @@ SETTINGS = {
     "sd2_base, microbatches of 64": ("unet_256", [*ON_ONE, "training.microbatch=64"]),
     "sd2_base, microbatches of 128": ("unet_256", [*ON_ONE, "training.microbatch=128"]),
     "sd2_base, microbatches of 256": ("unet_256", [*ON_ONE, "training.microbatch=256"]),
+    "sd2_base, microbatches of 64, SHARD_GRAD_OP": ("unet_256", [*SHARDED, "training.microbatch=64"]),
     "sd2_base, 16 images": (OF_MANY, [*ON_ONE, "training.microbatch=16"]),
     "sd2_base, 16 images, Lightning": (OF_MANY, [*ON_ONE, "training.microbatch=16", LIGHTNING]),
     "sd2_base, 16 images, CUDA graphs of torch.compile, Lightning": (OF_MANY, [*ON_ONE, *COMPILED, LIGHTNING]),
@@ -83,6 +88,7 @@ SETTINGS = {
     "sd2_base_512, microbatches of 64": ("unet_512", [*AT_512, "training.microbatch=64"]),
     "dalle_1b, microbatches of 16": ("transformer", [NO_AVERAGE]),
     "dalle_1b, microbatches of 16, recomputing": ("transformer", [NO_AVERAGE, RECOMPUTED]),
+    "dalle_1b, microbatches of 16, recomputing, FULL_SHARD": ("transformer", [NO_AVERAGE, RECOMPUTED, FULL_SHARD]),
 }
 # With the averaging of gradients over several copies of the model.
 AVERAGING = {
@@ -156,12 +162,21 @@ def planned(recipe: Recipe, of_many: bool) -> float:
     """Bytes on one H100, alone or as one of 128, by the planner."""
     device = device_named("h100", ROOT / "runs" / "devices")
     world = 128 if of_many else 1
-    recipe = replace(recipe, training=replace(recipe.training, global_batch=world * recipe.training.global_batch))
-    cluster = Cluster(device, peak_flops(device.name, "bf16"), device.shares, world, min(world, 8))
+    devices, planner = Devices(world, world), Planner(recipe)
+    run = DividedRun(
+        division="as the recipe says",
+        recipe=recipe,
+        task=planner.task,
+        traces=planner.divided(1),
+        passes=planner.passes(1),
+        costs=costs_of(recipe, plan_of(recipe, planner.task, devices)),
+        devices=devices,
+        cluster=Cluster(device, peak_flops(device.name, "bf16"), device.shares, world, min(world, 8)),
+        samples=planner.batches[0],
+        batch=recipe.training.global_batch,
+    )
     recompute = any(lever.name == "activation_checkpointing" for lever in recipe.algorithms.values())
-    wanted = "DDP", recipe.training.microbatch, recompute
-    settings = Planner(recipe).settings(cluster)
-    return next(s.memory.total for s in settings if (s.division, s.microbatch, s.recompute) == wanted)
+    return run.memory(recipe.training.microbatch, recompute).total
 
 
 def measure(name: str) -> dict[str, Any]:
