@@ -18,7 +18,6 @@ from data.threads import all_cores
 from data.vocabulary_files import VOCABULARY
 from recipes.config.build import build
 from recipes.config.values import plain_values
-from recipes.encoders.base import weights_hash
 from recipes.evaluation.config import Evaluation
 from recipes.evaluation.job import Job, Variant, variants
 from recipes.evaluation.report import write_report
@@ -59,8 +58,8 @@ def evaluate(export: Path, config: Evaluation) -> dict[str, Any] | None:
         **{name: digest(folder / name) for name in READ if (folder / name).exists()},
         "record": {name: value for name, value in read_record(folder).items() if name in ("objective", "resolution")},
         "extractor": extractor.hash,
-        "clip": None if clip is None else weights_hash(clip.network),
-        "rerank": None if reranker is None else weights_hash(reranker.network),
+        "clip": None if clip is None else clip.hash(),
+        "rerank": None if reranker is None else reranker.hash(),
         "precision": config.precision,
     }
     job = Job(config, captions, pipeline, extractor, clip, reranker, identity, Path(config.out, "work"))
