@@ -23,8 +23,8 @@ def crop_box(size: tuple[int, int], resolution: int, crop: Crop, rng: np.random.
     """A square inside an image: (left, top, right, bottom) in its pixels.
 
     "center" and "random" take the largest square, the same for every resolution: resizing it to R x R is the same as
-    resizing the shorter side to R and cropping R x R from that, but for the border's pixels. The others are those of
-    `data.crops`.
+    resizing the shorter side to R and cropping R x R from that, but for the border's pixels, and for a shift of up to a
+    pixel where that rounds the longer side and the position of the crop. The others are those of `data.crops`.
 
     Args:
         size: (width, height) in pixels.

@@ -135,7 +135,7 @@ def encoders_of(manifest: Manifest, bundle: Path | None = None) -> tuple[Any, An
         The image encoder, and the text encoder or None for a set of tokens.
 
     Raises:
-        ValueError: the manifest names encoders that do not exist, or whose weights have changed.
+        ValueError: the manifest names encoders that do not exist, or whose weights or scaling factor have changed.
     """
     built = []
     for group, component in encoder_components(manifest, bundle).items():
@@ -146,5 +146,13 @@ def encoders_of(manifest: Manifest, bundle: Path | None = None) -> tuple[Any, An
             raise ValueError(
                 f"manifest.{group}: the weights of {encoder.id} are not those that encoded the set "
                 f"(sha256 {encoder.weights_hash[:12]}, expected {expected[:12]}); encode it again"
+            )
+    images, recorded = built[0], manifest.image_encoder
+    # Of the encoder's config, not of its weights: latents would be decoded by another factor.
+    for name, value in () if images is None else images.facts().items():
+        if recorded.get(name, value) != value:
+            raise ValueError(
+                f"manifest.image_encoder: {images.id} has {name} {value}, and the set was encoded with "
+                f"{recorded[name]}; restore its config, or encode the set again"
             )
     return built[0], built[1]

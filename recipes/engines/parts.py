@@ -245,12 +245,15 @@ def check_microbatch(recipe: Recipe, task: Task, batch: int) -> None:
         batch: number of samples in the batch of a rank.
 
     Raises:
-        ValueError: each sample would be compared with itself alone, so that the loss is always 0.
+        ValueError: each sample, or the last of a batch, would be compared with itself alone: its loss is always 0.
     """
     key = "global_batch" if batch == 1 else "microbatch"
-    if task.compares_samples and 1 in (batch, recipe.training.microbatch):
+    size = recipe.training.microbatch
+    last = batch % size if isinstance(size, int) else 0  # of the microbatches of a batch, the last may be smaller
+    if task.compares_samples and 1 in (batch, size, last):
+        when = "at a time" if 1 in (batch, size) else f"alone, the last of the {batch} of a device"
         raise ValueError(
-            f"training.{key}: {getattr(recipe.training, key)} leaves the model one sample at a time, and its loss "
+            f"training.{key}: {getattr(recipe.training, key)} leaves the model one sample {when}, and its loss "
             "compares the samples of a microbatch with each other; give more"
         )
 

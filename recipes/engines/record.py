@@ -16,6 +16,7 @@ from data.files import atomic_folder, read_object, write_json, write_text
 from data.loading import Loading
 from data.log import log
 from data.manifest import Manifest
+from recipes.config.build import import_builder
 from recipes.config.differences import Difference, differences
 from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.config.values import ConfigError, quoted
@@ -27,7 +28,7 @@ ENCODED = "encoded.json"
 TRACKED = "tracked.txt"  # what loggers know the run by, see `recipes.engines.tracking`
 RECORD = (CONFIG, ENCODED, TRACKED)  # files in the folder of a run
 RECORDS = "records"  # folder of the copies, by checkpoints
-# What may change in a run: nothing that it learns depends on it.
+# What may change in a run: nothing that it learns depends on it, but for the microbatch of models that compare samples.
 FREE = (
     "run_name",
     "output",
@@ -151,6 +152,7 @@ def changes_of(before: Recipe, now: Recipe) -> Iterator[Difference]:
         section, _, name = key.rpartition(".")
         of_data = section.startswith("data") and name in FREE_OF_DATA
         acts = key.startswith("callbacks.") and any(_acts_on_training(recipe, key) for recipe in (before, now))
+        acts |= key == "training.microbatch" and _compares_samples(now)
         same = key.startswith("training.fsdp") and _gathered(before) & _gathered(now)
         if acts or not (_is_below(key, FREE) or of_data or same):
             yield key, old, new
@@ -164,6 +166,11 @@ def _gathered(recipe: Recipe) -> set[str]:
     if fsdp is None:
         return {"fp32", auto}
     return {auto if fsdp.parameters == "auto" else fsdp.parameters}
+
+
+def _compares_samples(recipe: Recipe) -> bool:
+    """Whether the size of a microbatch is part of what the model learns, see `Task.compares_samples`."""
+    return getattr(import_builder(recipe.model), "compares_samples", False)
 
 
 def _acts_on_training(recipe: Recipe, key: str) -> bool:

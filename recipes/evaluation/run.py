@@ -11,20 +11,26 @@ import torch
 
 from data.log import log
 from data.manifest import NAME as MANIFEST
+from data.manifest import NULL_TEXT
 from data.ranks import Rank
 from data.sources.base import Sample
 from data.threads import all_cores
+from data.vocabulary_files import VOCABULARY
 from recipes.config.build import build
 from recipes.config.values import plain_values
-from recipes.encoders.base import weights_hash
 from recipes.evaluation.config import Evaluation
 from recipes.evaluation.job import Job, Variant, variants
 from recipes.evaluation.report import write_report
 from recipes.generation.exports import find_export, find_network, load_pipeline, read_record
+from recipes.models.latent_diffusion.task import SCHEDULER
 from recipes.scoring.extractors import build_extractor
 from recipes.scoring.figures import Settings, check_counts, figures
 from recipes.scoring.reference import RESIZE, captions_of, content, read_reference, reference_features
 from recipes.scoring.reranking import Reranker
+
+# Files of an export that images depend on besides the network, as far as its family has them. The manifest holds hashes
+# of the encoders' weights, with which they are compared when the pipeline is loaded.
+READ = (MANIFEST, SCHEDULER, NULL_TEXT, VOCABULARY)
 
 
 def evaluate(export: Path, config: Evaluation) -> dict[str, Any] | None:
@@ -49,11 +55,11 @@ def evaluate(export: Path, config: Evaluation) -> dict[str, Any] | None:
     reranker = None if config.rerank is None else Reranker(config.rerank.by, pipeline.device, "rerank.by")
     identity = {
         "network": digest(network),
-        "manifest": digest(folder / MANIFEST),
+        **{name: digest(folder / name) for name in READ if (folder / name).exists()},
         "record": {name: value for name, value in read_record(folder).items() if name in ("objective", "resolution")},
         "extractor": extractor.hash,
-        "clip": None if clip is None else weights_hash(clip.network),
-        "rerank": None if reranker is None else weights_hash(reranker.network),
+        "clip": None if clip is None else clip.hash(),
+        "rerank": None if reranker is None else reranker.hash(),
         "precision": config.precision,
     }
     job = Job(config, captions, pipeline, extractor, clip, reranker, identity, Path(config.out, "work"))

@@ -26,7 +26,7 @@ class Features:
     Attributes:
         name: what reports call it.
         resize: how it brings pictures to its input size.
-        hash: sha256 of its weights, see `weights_hash`.
+        hash: sha256 of its weights, see `weights_hash` and `Reranker.hash`.
         network: for uint8 pictures (N, H, W, 3), features (N, D) and, where it has classes, logits (N, K).
     """
 
@@ -63,7 +63,7 @@ def build_extractor(
     return Features(
         name=f"picture tower of the contrastive model {path}",
         resize=f"bicubic to {size}, antialiased (none at that size)",
-        hash=weights_hash(model.network),
+        hash=model.hash(),
         network=lambda pictures: {"features": model.embed_images(pictures)},
     )
 

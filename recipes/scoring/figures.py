@@ -70,7 +70,8 @@ def figures(config: Settings, generated: dict[str, np.ndarray], reference: np.nd
         found["inception_score"] = values["inception_score_mean"]
         found["inception_score_std"] = values["inception_score_std"]
     if "clip_score" in config.metrics:
-        found["clip_score"] = float(100 * generated["scores"].clip(min=0).mean())  # Hessel et al. 2021, as torchmetrics
+        # Each image counts at least 0, as Hessel et al. 2021 define it; torchmetrics takes the mean first.
+        found["clip_score"] = float(100 * generated["scores"].clip(min=0).mean())
     return {name: float(f"{value:.6g}") for name, value in found.items()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from recipes.encoders.base import weights_hash
 from recipes.encoders.open_clip_models import (
     CONFIG,
     LOCAL_PREFIX,
@@ -58,6 +60,15 @@ class Reranker:
         self.size = (size, size) if isinstance(size, int) else tuple(size)
         mean, std = (torch.tensor(visual.preprocess_cfg[key], device=device) for key in ("mean", "std"))
         self.mean, self.std = mean[:, None, None], std[:, None, None]
+        self.config = None if known else folder / CONFIG
+
+    def hash(self) -> str:
+        """sha256 of the weights, and of the config of a folder: by another activation, or another mean of pixels, the
+        same weights give other embeddings."""
+        weights = weights_hash(self.network)
+        if self.config is None:
+            return weights
+        return hashlib.sha256(weights.encode() + self.config.read_bytes()).hexdigest()
 
     @torch.no_grad()
     def scores(self, captions: list[str], images: np.ndarray, batch: int = 64) -> np.ndarray:

@@ -87,5 +87,5 @@ def _share_after_warmup(clock: Clock, warmup: str, over: str) -> float | None:
     passed = clock.passed(unit)
     if passed < warm:
         return None
-    rest = length - warm  # not above 0 if the run ends within the warm-up
-    return min(1.0, (passed - warm) / rest) if rest > 0 else 0.0
+    rest = length - warm  # not above 0 if the run, or `over`, ends within the warm-up
+    return min(1.0, (passed - warm) / rest) if rest > 0 else float(passed > length)

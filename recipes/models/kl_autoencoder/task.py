@@ -61,7 +61,7 @@ class KLAutoencoder(Task):
         )
         self.kl_weight = kl_weight
         self.eval_names = ["loss", "l1", "psnr"]
-        # First and second moment of the latents, for the scaling factor in the export, and how many batches they saw.
+        # First and second moment of the latents, for the scaling factor in the export, and of how many microbatches.
         self.register_buffer("latent_moments", torch.tensor([0.0, 1.0]))
         self.register_buffer("latent_batches", torch.tensor(0.0))
 
@@ -113,13 +113,14 @@ class KLAutoencoder(Task):
     def _track(self, latents: Tensor) -> None:
         moments = torch.stack([latents.mean(), latents.square().mean()])
         self.latent_batches += 1
-        # A plain mean over the first 100 batches, so that a short run is not biased by the initial values.
+        # A plain mean over the first 100 microbatches, so that a short run is not biased by the initial values.
         self.latent_moments.lerp_(moments, torch.clamp(1 / self.latent_batches, min=0.01))
 
     def export(self, folder: Path) -> None:
         """Write config.json and safetensors for diffusers' `AutoencoderKL.from_pretrained`.
 
-        The scaling factor gives the latents of the last batches (an average over about 100) a standard deviation of 1.
+        The scaling factor gives the latents of the first rank's last microbatches (an average over about 100) a
+        standard deviation of 1.
         """
         mean, square = self.latent_moments.tolist()
         scale = (square - mean**2) ** -0.5

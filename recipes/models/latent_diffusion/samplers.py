@@ -62,10 +62,10 @@ def set_steps(scheduler: DDIMScheduler | DPMSolverMultistepScheduler, steps: int
     """Lets a scheduler take this many steps.
 
     Raises:
-        ValueError: as many steps as the forward process has timesteps, or more; or ddim would begin far from the noise,
-            without more than a tenth of the timesteps, and two steps.
+        ValueError: as many steps as the forward process has timesteps, or more; two steps of dpm++ would share a
+            timestep; or ddim would begin far from the noise, without more than a tenth of the timesteps, and two steps.
     """
-    # Two steps would share a timestep, which dpm++ divides by, and ddim would look beyond the last one.
+    # Two steps would share a timestep, by whose distance dpm++ divides, and ddim would look beyond the last one.
     timesteps = scheduler.config.num_train_timesteps
     if steps >= timesteps:
         raise ValueError(f"steps must be below the {timesteps} timesteps of the forward process, got {steps}")
@@ -73,6 +73,9 @@ def set_steps(scheduler: DDIMScheduler | DPMSolverMultistepScheduler, steps: int
     # Steps of ddim are whole numbers of timesteps, so those of a number of steps that does not divide the timesteps end
     # short of the last one: 600 of 1,000 begin at timestep 600, where 40% of the latents should be the image.
     first, stride = int(scheduler.timesteps[0]), timesteps // steps
+    # In the cosine schedule dpm++ begins before the last timestep, at LEAST_LOG_SNR, so that it has fewer of them.
+    if len(scheduler.timesteps.unique()) < steps:
+        raise ValueError(f"steps: {steps} steps of dpm++ begin at timestep {first}; give {first} or fewer")
     if isinstance(scheduler, DDIMScheduler) and timesteps - first > max(timesteps // 10, 2 * stride):
         raise ValueError(
             f"steps: {steps} steps of ddim begin at timestep {first} of {timesteps}, short of the noise; "

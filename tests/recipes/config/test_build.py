@@ -109,6 +109,17 @@ def test_encoders_whose_weights_have_changed(manifest, vae_folder, clip_folder, 
     assert getattr(manifest, group)["weights_hash"][:12] in str(error.value) and "\n" not in str(error.value)
 
 
+def test_an_encoder_whose_scaling_factor_has_changed(manifest, vae_folder, tmp_path):
+    """Its weights are the same. Latents of the set would be decoded by a wrong factor, to pictures that are nearly
+    right."""
+    folder = shutil.copytree(vae_folder, tmp_path / "image_encoder")
+    config = json.loads((folder / "config.json").read_text())
+    before = config["scaling_factor"]
+    (folder / "config.json").write_text(json.dumps(config | {"scaling_factor": 2 * before}))
+    with pytest.raises(ValueError, match=f"has scaling_factor {2 * before}, and the set was encoded with {before}; r"):
+        encoders_of(manifest, tmp_path)
+
+
 def test_encoders_that_are_gone(manifest, latent_sets, tmp_path):
     values = json.loads((latent_sets / "train" / "manifest.json").read_text())
     values["image_encoder"]["component"]["path"] = str(tmp_path / "gone")

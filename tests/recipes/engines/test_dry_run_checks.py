@@ -102,6 +102,11 @@ def test_tensors_that_the_first_rank_would_not_send(monkeypatch):
         ),
         ("openmoji_dalle", ["algorithms.x={name: cudnn_benchmark}"], "the model has no convolution"),
         ("openmoji_text", ["training.microbatch=1"], "training.microbatch: 1 leaves the model one sample at a time"),
+        (
+            "openmoji_text",
+            ["training.microbatch=9"],
+            "training.microbatch: 9 leaves the model one sample alone, the last of the 64 of a device",
+        ),
         ("openmoji_text", ["training.global_batch=1"], "training.global_batch: 1 leaves the model one sample"),
         ("openmoji_text", ["algorithms.x={name: fp8}"], "fp8: nothing to change"),
         ("openmoji_dalle", ["algorithms.x={name: fused_geglu}"], "no GEGLU of diffusers to fuse"),

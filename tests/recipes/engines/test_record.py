@@ -2,13 +2,14 @@
 
 import json
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from data.manifest import Manifest
-from recipes.config.recipe import to_yaml
+from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.engines import checkpoint_files, dry_run_checks
 from recipes.engines.checkpoint_files import CheckpointFiles
 from recipes.engines.composer.trainer import build_trainer
@@ -18,6 +19,7 @@ from recipes.engines.resuming import prepare_folder
 from recipes.training.checkpoint_names import KINDS
 from tests.disks import small_files
 
+ROOT = Path(__file__).parents[3]
 BEGUN = ("checkpoints.autoresume=true", "training.duration=7ba")
 
 
@@ -114,6 +116,16 @@ def test_a_change_may_be_allowed_by_its_key_or_one_above(begun, quick_recipe):
 def test_a_callback_that_acts_on_training_may_not_be_removed_either(begun, quick_recipe):
     before = quick_recipe(begun, "callbacks.b={name: scheduled_value, value: beta, start: 0, end: 1}")
     assert [key for key, *_ in changes_of(before, quick_recipe(begun, "callbacks.progress=null"))] == ["callbacks.b"]
+
+
+def test_the_microbatch_of_a_model_that_compares_its_samples_may_not_change():
+    """The loss is another one: 64 captions of which one is to be found, or 8."""
+    before, now = (
+        load_config(ROOT / "yamls" / "openmoji_text.yaml", [f"training.microbatch={size}"], Recipe)
+        for size in ("null", "8")
+    )
+    assert list(changes_of(before, now)) == [("training.microbatch", None, 8)]
+    assert list(changes_of(before, before)) == []
 
 
 @pytest.mark.parametrize(

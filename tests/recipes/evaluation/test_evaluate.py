@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import shutil
 import tarfile
 from functools import partial
 
@@ -101,6 +102,33 @@ def test_a_report_with_everything(export, write, tmp_path, clip_folder, capsys, 
     monkeypatch.setattr(DiffusionPipeline, "generate", forbidden)
     monkeypatch.setattr("recipes.scoring.reference.decoded", forbidden)
     assert figures(evaluate(export, read(path))) == found
+
+
+@pytest.mark.parametrize("changed", ["scheduler", "null_text"])
+def test_images_are_drawn_again_by_another_scheduler_or_null_caption(export, write, tmp_path, changed):
+    """The figures were those of the images that were drawn before."""
+    copy = shutil.copytree(export, tmp_path / "export")
+    before = figures(evaluate(copy, read(write())))
+    if changed == "scheduler":
+        file = copy / "scheduler" / "scheduler_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"beta_end": 0.02}))
+    else:
+        np.save(copy / "null_text.npy", np.load(copy / "null_text.npy") + 1)
+    after = figures(evaluate(copy, read(write())))
+    assert after == figures(evaluate(copy, read(write(out=str(tmp_path / "other"))))) != before
+
+
+def test_a_contrastive_model_with_another_config_is_another_one(export, write, tmp_path, clip_folder):
+    """Its weights are the same, and its features are not: neither those of images nor those of the reference."""
+    model = shutil.copytree(clip_folder, tmp_path / "clip")
+    same = {"extractor": {"kind": "contrastive", "path": str(model)}, "clip": str(model)}
+    before = figures(evaluate(export, read(write(**same))))
+    file = model / "open_clip_config.json"
+    config = json.loads(file.read_text())
+    config["preprocess_cfg"] = config.get("preprocess_cfg", {}) | {"mean": [0.1, 0.9, 0.4]}
+    file.write_text(json.dumps(config))
+    after = figures(evaluate(export, read(write(**same))))
+    assert after == figures(evaluate(export, read(write(**same, out=str(tmp_path / "other"))))) != before
 
 
 def test_any_number_of_ranks_and_any_batch(export, write, tmp_path, monkeypatch):

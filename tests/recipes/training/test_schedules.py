@@ -57,6 +57,13 @@ def test_it_stays_at_its_end():
     assert cosine(warmup="5ba", over="0.5dur")(clock_at(15, "20ba")) == 0
 
 
+@pytest.mark.parametrize("over", ["10ba", "4ba"])
+def test_a_warm_up_that_leaves_no_room_for_the_cosine(over):
+    """What follows it is constant at the end's rate, as after any other cosine, and not at the peak."""
+    schedule = cosine(warmup="10ba", over=over, final=0.1)
+    assert [schedule(clock_at(batch, "100ba")) for batch in (5, 9, 11, 100)] == pytest.approx([0.5, 0.9, 0.1, 0.1])
+
+
 def test_a_warm_up_in_another_unit():
     message = "schedule: a warm-up of 5ba cannot be taken from 1dur of a run of 160sp; give both in the same unit"
     with pytest.raises(ValueError, match=message):

@@ -58,6 +58,25 @@ def test_as_many_steps_as_timesteps_are_refused(sampler):
             run(exact(0.7, 0.5), sampler, steps)
 
 
+@pytest.mark.parametrize(("timesteps", "most"), [(1000, 995), (100, 98)])
+def test_dpm_takes_fewer_steps_in_the_cosine_schedule(timesteps, most):
+    """It begins before the last timestep. Two steps that share one gave pictures of NaN."""
+    objective = DDPM(beta_schedule="squaredcos_cap_v2", steps=timesteps, eval_timesteps=[0])
+    tables = objective.schedule
+
+    def denoise(x, times, text):  # exact for the one point 0.7
+        return (x - 0.7 * tables.alpha[times].reshape(-1, 1, 1, 1)) / tables.sigma[times].reshape(-1, 1, 1, 1)
+
+    def sample(steps):
+        noise, text = seeded_noise([0], SHAPE), torch.zeros(1, 1, 1)
+        return objective.sample(denoise, noise, text, text[0], steps, 1.0, sampler="dpm++")
+
+    torch.testing.assert_close(sample(most), torch.full((1, *SHAPE), 0.7), rtol=0, atol=1e-3)
+    for steps in range(most + 1, timesteps):
+        with pytest.raises(ValueError, match=rf"{steps} steps of dpm\+\+ begin at .*; give {most} or fewer"):
+            sample(steps)
+
+
 @pytest.mark.parametrize(("steps", "first", "better"), [(150, 895, 142), (340, 679, 333), (600, 600, 500)])
 def test_ddim_begins_near_the_noise(steps, first, better):
     with pytest.raises(ValueError, match=f"{steps} steps of ddim begin at timestep {first} of 1000.*; give {better},"):
