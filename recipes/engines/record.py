@@ -6,6 +6,7 @@ written, so that a start that was killed before its first checkpoint leaves no t
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from itertools import count
 from pathlib import Path
@@ -25,6 +26,7 @@ from recipes.training.checkpoint_names import NAME, has_checkpoints, newest_of_a
 from recipes.training.clock import parse_duration
 
 ENCODED = "encoded.json"
+VOCABULARY = "vocabulary"  # its key there
 TRACKED = "tracked.txt"  # what loggers know the run by, see `recipes.engines.tracking`
 RECORD = (CONFIG, ENCODED, TRACKED)  # files in the folder of a run
 RECORDS = "records"  # folder of the copies, by checkpoints
@@ -190,8 +192,16 @@ def keep_record(recipe: Recipe, data: Loading) -> None:
         # A copy, not a rename: if the disk is full now, the next start still finds what the run was.
         write_text(kept, before)
     write_text(record, text)
-    if data.manifest is not None:
-        write_json(output / ENCODED, data.manifest.encoders(), indent=1)
+    if encoded := _encoded(data):
+        write_json(output / ENCODED, encoded, indent=1)
+
+
+def _encoded(data: Loading) -> dict[str, Any]:
+    """What encoded the training data, and the captions or texts of each batch: sha256 of the vocabulary's file."""
+    found = {} if data.manifest is None else data.manifest.encoders()
+    if data.vocabulary is not None:
+        found[VOCABULARY] = hashlib.sha256(data.vocabulary.read_bytes()).hexdigest()
+    return found
 
 
 def keep_with(output: Path, checkpoint: Path, anew: bool = True) -> None:
@@ -234,13 +244,14 @@ def check_encoders(recipe: Recipe, data: Loading, evals: Mapping[str, Loading]) 
     """Compare what encoded the training data with the validation sets, and with the run that goes on.
 
     Raises:
-        ValueError: a set was encoded by others.
+        ValueError: a set was encoded by others, or the run began with another vocabulary.
     """
-    if data.manifest is None:
-        return
+    own = _encoded(data)
     for label, loading in evals.items():
-        if loading.manifest is not None:
+        if data.manifest is not None and loading.manifest is not None:
             _compare(loading.manifest, data.manifest.encoders(), f"evals.{label}: not encoded as the training data is")
+        if loading.vocabulary is not None:
+            _compare_vocabularies(f"evals.{label}", loading, own.get(VOCABULARY), "of the training data")
     if "data" in recipe.checkpoints.allow_changes:
         return
     if recipe.checkpoints.resumes and has_checkpoints(Path(recipe.output)):
@@ -256,7 +267,20 @@ def check_encoders(recipe: Recipe, data: Loading, evals: Mapping[str, Loading]) 
             values = read_object(record / ENCODED)
         except ValueError as error:
             raise ValueError(f"{record / ENCODED}: damaged ({error}); copy the run's folder again") from None
-        _compare(data.manifest, values, f"data: not encoded as that of {run}, whose checkpoint is loaded")
+        of_run, vocabulary = f"of {run}, whose checkpoint is loaded", values.pop(VOCABULARY, None)
+        if data.manifest is not None:
+            _compare(data.manifest, values, f"data: not encoded as that {of_run}")
+        if vocabulary is not None:
+            _compare_vocabularies("data", data, vocabulary, of_run)
+
+
+def _compare_vocabularies(key: str, loading: Loading, expected: str | None, of: str) -> None:
+    found = _encoded(loading).get(VOCABULARY)
+    if found != expected:
+        raise ValueError(
+            f"{key}: the vocabulary {loading.vocabulary} (sha256 {found}) is not that {of} ({expected}): the model "
+            "would read other tokens; restore its file"
+        )
 
 
 def _compare(manifest: Manifest, expected: dict[str, Any], what: str) -> None:

@@ -158,7 +158,7 @@ def interrupted(*_):
 class Data:
     """Data that nothing encoded."""
 
-    manifest = None
+    manifest = vocabulary = None
 
 
 def test_a_start_that_saved_nothing_changes_nothing_that_later_ones_compare(begun, quick_recipe, monkeypatch):
@@ -290,7 +290,7 @@ def test_a_run_does_not_go_on_with_latents_of_another_vae(quick_recipe, latent_s
         said = f"data: not encoded as that of {where}, whose checkpoint is loaded: .*, the recipe expects {weights}"
         with pytest.raises(ValueError, match=said):
             build_trainer(changed)
-    data = SimpleNamespace(manifest=Manifest.read(other))
+    data = SimpleNamespace(manifest=Manifest.read(other), vocabulary=None)
     check_encoders(quick_recipe(run, "checkpoints.autoresume=false"), data, {})
     check_encoders(quick_recipe(run, "checkpoints.autoresume=true", "checkpoints.allow_changes=[data]"), data, {})
 
@@ -303,12 +303,34 @@ def test_a_damaged_record_of_the_encoders_is_named(text, quick_recipe, tmp_path)
     path.touch()
     recipe = quick_recipe(tmp_path / "new", f"checkpoints.load_path={path}")
     with pytest.raises(ValueError, match=f"{tmp_path}/run/{ENCODED}: damaged .*; copy the run's folder again"):
-        check_encoders(recipe, SimpleNamespace(manifest=Manifest), {})
+        check_encoders(recipe, SimpleNamespace(manifest=None, vocabulary=None), {})
 
 
 def test_the_record_says_what_encoded_the_data(quick_recipe, tmp_path):
     keep_record(quick_recipe(tmp_path), Data)
     assert not (tmp_path / ENCODED).exists()
     encoders = {"image_encoder": {"weights_hash": "0"}}
-    keep_record(quick_recipe(tmp_path), SimpleNamespace(manifest=SimpleNamespace(encoders=lambda: encoders)))
+    keep_record(
+        quick_recipe(tmp_path), SimpleNamespace(manifest=SimpleNamespace(encoders=lambda: encoders), vocabulary=None)
+    )
     assert json.loads((tmp_path / ENCODED).read_text()) == encoders
+
+
+def test_captions_are_encoded_with_one_vocabulary(quick_recipe, tmp_path):
+    """Of a set of packed texts, which names no encoders. One of the same size would go unnoticed."""
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "ep0-ba3-rank0.pt").touch()
+    own, other = (tmp_path / name for name in ("own.json", "other.json"))
+    own.write_text("[1]")
+    other.write_text("[2]")
+    data, changed = (SimpleNamespace(manifest=None, vocabulary=file) for file in (own, other))
+    recipe = quick_recipe(tmp_path / "run", "checkpoints.autoresume=true")
+    check_encoders(recipe, data, {})  # an earlier version has not noted it
+    keep_record(recipe, data)
+    check_encoders(recipe, data, {"val": data})
+    with pytest.raises(ValueError, match=f"^evals.val: the vocabulary {other} .* is not that of the training data"):
+        check_encoders(recipe, data, {"val": changed})
+    with pytest.raises(ValueError, match=f"^data: the vocabulary {other} .* is not that of {tmp_path}/run, whose"):
+        check_encoders(recipe, changed, {})
+    check_encoders(quick_recipe(tmp_path / "run", "checkpoints.allow_changes=[data]"), changed, {})
+    check_encoders(quick_recipe(tmp_path / "new"), changed, {})
