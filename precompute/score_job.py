@@ -25,7 +25,6 @@ from precompute.output import OutputSet
 from precompute.unreadable import Unreadable, could_not_be_read, not_done, read_samples
 from recipes.config.build import build
 from recipes.config.values import plain_values
-from recipes.encoders.base import weights_hash
 from recipes.scoring.reranking import Reranker
 
 QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
@@ -50,7 +49,7 @@ def score(config: EncodeConfig, model: str) -> bool:
     rank = Rank.from_environment()
     sources, decoder = build(config.sources), build(config.filter)
     scorer = Reranker(model, str(pick_device(config.device, rank.local)), "--model")
-    of_all = {"model": model, "weights_hash": weights_hash(scorer.network), "filter": plain_values(config.filter)}
+    of_all = {"model": model, "weights_hash": scorer.hash(), "filter": plain_values(config.filter)}
     facts = {label: of_all | source_options(component) for label, component in config.sources.items()}
     folders = {label: Path(config.out, label, FOLDER) for label in sources}
     for label, folder in folders.items():

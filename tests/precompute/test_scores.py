@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -193,6 +194,18 @@ def test_a_source_that_is_read_otherwise(job, capsys):
     scores.main(arguments)
     assert facts.read_text() == before
     table.unlink()
+
+
+def test_a_model_that_reads_pictures_otherwise(job, clip_folder, tmp_path, capsys):
+    """The same weights give other embeddings with another mean of pixels, which its config names."""
+    root, (yaml_file, _) = job
+    model = shutil.copytree(clip_folder, tmp_path / "model")
+    config = json.loads((model / "open_clip_config.json").read_text())
+    config["preprocess_cfg"] = {"mean": [0.1, 0.2, 0.3]}
+    (model / "open_clip_config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit):
+        scores.main([yaml_file, f"--model={model}"])
+    assert "scores: holds scores by" in capsys.readouterr().err
 
 
 def test_two_ranks_write_what_one_does(job, monkeypatch, tmp_path):
