@@ -97,6 +97,7 @@ def ways(world: int) -> list[Way]:
     """All ways to use a number of devices, the plain one first."""
     whole = "DDP" if world > 1 else "one device"
     by_block, averages = (", block_all_reduce", (BY_BLOCK,)) if world > 1 else ("", ())
+    loses_averages = torch.__version__ < (2, 8)  # between replicas on a CPU, so that a run is refused
     tensor = ("training.tensor_parallel=2", *(["training.fsdp={}"] if world > 2 else []))
     found = [
         Way(whole, ()),
@@ -112,8 +113,7 @@ def ways(world: int) -> list[Way]:
         ),
         Way("FULL_SHARD", (_fsdp("FULL_SHARD"),)),
         Way("FULL_SHARD, Lightning", (_fsdp("FULL_SHARD"), *LIGHTNING)),
-        # Averages between replicas on a CPU are refused under torch 2.7, which loses them.
-        Way("FULL_SHARD, two replicas", (_fsdp("FULL_SHARD, replicas: 2"),), multiple=4, gpu=True),
+        Way("FULL_SHARD, two replicas", (_fsdp("FULL_SHARD, replicas: 2"),), multiple=4, gpu=loses_averages),
     ]
     if world > 1:
         found += [
@@ -354,7 +354,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     options = parser.parse_args(arguments)
     dist.initialize_dist("gpu" if gpu else "cpu", timeout=600.0)
     if not any(chosen(options, model, device_of(gpu)) for model in options.models):
-        parser.error(f"--only: no way for {world_size()} devices begins with {' or '.join(options.only)}")
+        parser.error(f"--only: no way for {count_text(world_size(), 'device')} begins with {' or '.join(options.only)}")
     register_data()
     COMPONENTS["data"]["numbered_latents"] = "benchmarks.numbered_latents:numbered_latents"
     rows, first = [], is_first_rank()
