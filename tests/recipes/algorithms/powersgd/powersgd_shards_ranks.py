@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard
 
 from recipes.algorithms.powersgd.block_gradients import blocks_of, placements
 from recipes.algorithms.powersgd.lever import PowerSGD
+from recipes.algorithms.powersgd.overlap import Overlap
 from recipes.algorithms.sharding.shard import shard
 from recipes.models.autoregressive.task import Autoregressive
 from tests.recipes.algorithms.powersgd.low_rank_ranks import check_compressor
@@ -90,7 +91,8 @@ def check_drivers(plain):
 def check_once_per_batch(plain):
     """Gradients that are summed over shards once per batch are the same, also with PowerSGD."""
     moved = (plain.weights[-1] - plain.weights[0]).abs().max()
-    for full_shard, gathers in ((False, 3), (True, 12)):  # three units; of two microbatches, twice in each
+    # Three units; of two microbatches, two of them twice in each. The root is not freed before the backward pass.
+    for full_shard, gathers in ((False, 3), (True, 10)):
         fsdp = {"replicas": 1, "sync": "batch", "full_shard": full_shard}
         with (
             mock.patch.object(_fsdp_param_group, "foreach_reduce", wraps=_fsdp_param_group.foreach_reduce) as sums,
@@ -102,8 +104,16 @@ def check_once_per_batch(plain):
         near(plain, once, 1e-5 * moved)
         assert sums.call_count == BATCHES * 3
         assert all_.call_count <= BATCHES * gathers, (full_shard, all_.call_count)
-    _, exact = run(powersgd={**EXACT, "overlap": True}, fsdp={**MACHINES, "sync": "batch"})
+    begun, finish = [], Overlap.finish
+
+    def look_and_finish(overlap):
+        begun.append(None not in overlap.results)
+        return finish(overlap)
+
+    with mock.patch.object(Overlap, "finish", look_and_finish):
+        _, exact = run(powersgd={**EXACT, "overlap": True}, fsdp={**MACHINES, "sync": "batch"})
     near(plain, exact, 1e-5 * moved)
+    assert begun == [True] * BATCHES  # each block in the backward pass
     if torch.__version__ >= (2, 8):  # before, FSDP2 averages over no replicas on a CPU
         _, replicated = run(fsdp={**MACHINES})
         near(plain, replicated, 1e-5 * moved)
