@@ -170,6 +170,10 @@ class DecodedBatches(IterableDataset):
         if self.preparation.tokenize is not None:
             captions = [image.caption for image in batch.images]
             batch.tokens = self.preparation.tokenize(captions + [""] * (size - count))
+        if get_worker_info() is not None:
+            # The thread that sends the batch would do it, too, but print an error and go on without the batch.
+            for tensor in (*batch.pixels.values(), batch.tokens):
+                tensor.share_memory_()
         return batch
 
 
