@@ -98,8 +98,8 @@ class DecoderDied(Exception):
 def worker_deaths(places: Places, workers: int) -> Iterator[None]:
     """A context for using the batches of a DataLoader's workers, in which the death of a worker raises `DecoderDied`.
 
-    PyTorch notices by a signal that a worker has died, and raises wherever this process is at that moment: also in the
-    midst of an encoder.
+    PyTorch notices by a signal that a worker has died, and raises wherever this process is at that moment, unless
+    `keep_alarms` was called.
 
     Args:
         places: where the workers are.
@@ -166,6 +166,21 @@ def keep_alarms() -> None:
 
     keep.keeps_alarms = True
     signal.signal(signal.SIGCHLD, keep)
+
+
+def raise_alarm() -> None:
+    """Raise what `keep_alarms` has kept, where nothing is under way.
+
+    Raises:
+        RuntimeError: a worker has died, see `worker_deaths`.
+    """
+    if _alarms:
+        raise RuntimeError(_alarms[0])
+
+
+def forget_alarms() -> None:
+    """Before a DataLoader starts workers: those of another one have been ended."""
+    _alarms.clear()
 
 
 def died(reason: str) -> ValueError:

@@ -16,7 +16,7 @@ from data.crops import CROPS
 from data.interrupts import interrupts_after_forks
 from data.sources.base import DecodedSample, InputShard, Position, Rejected, Sample, Source
 from data.transforms import crop_box, resize, side_needed
-from data.worker_deaths import Places
+from data.worker_deaths import Places, forget_alarms, keep_alarms, raise_alarm
 from precompute.batch import DecodedBatch, ImageFacts, ShardEnd
 from precompute.columns import stored_key
 from precompute.unreadable import Unreadable, read_samples
@@ -213,9 +213,14 @@ def batches(decoded: DecodedBatches, workers: int, prefetch: int, pin: bool) -> 
         in_order=len(decoded.shards) < workers,
         multiprocessing_context="fork" if workers else None,  # the tokenizer and the sources need not be picklable
     )
+    forget_alarms()
     with interrupts_after_forks():
         batches = iter(loader)
-    yield from batches
+    if workers:
+        keep_alarms()  # raised anywhere, in the midst of a lock for instance, the error could stop the job for ever
+    for batch in batches:
+        raise_alarm()  # the other workers go on, and their batches come
+        yield batch
 
 
 def _same(batch: DecodedBatch) -> DecodedBatch:

@@ -146,6 +146,28 @@ def test_a_picture_that_kills_the_decoder_is_rejected_and_the_job_goes_on(
     assert "at sample 3 of 00001" in capsys.readouterr().out
 
 
+def test_a_death_interrupts_nothing(recipe, monkeypatch):
+    """PyTorch's handler of signals would raise an error in the encoders, or in the midst of a lock."""
+    decode, encode, begun, ended = Filter.decode, pipeline.encode, [], []
+
+    def kill(self, sample, shrink_to=None):
+        if sample.key == "00001_001":  # of the second batch
+            time.sleep(0.5)  # by then the first one is encoded
+            os.kill(os.getpid(), signal.SIGKILL)
+        return decode(self, sample, shrink_to)
+
+    def slow(*arguments):
+        begun.append(1)
+        time.sleep(1.5)  # the worker dies meanwhile
+        ended.append(1)
+        return encode(*arguments)
+
+    monkeypatch.setattr(Filter, "decode", kill)
+    monkeypatch.setattr(pipeline, "encode", slow)
+    main([recipe(workers=1)])
+    assert len(begun) == len(ended) > 0
+
+
 def test_a_bus_error_ends_the_job_and_no_picture_is_rejected(recipe, monkeypatch, capsys):
     """It is that of a full /dev/shm. PyTorch says so, unless this process waits for a batch at that moment."""
     decode = Filter.decode
