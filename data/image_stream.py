@@ -12,6 +12,8 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from data.clip_words import bound
+from data.disk_errors import disk_error, disk_line
+from data.errors import WorkersError, one_line
 from data.loading import Placement
 from data.log import log
 from data.picture_deaths import PictureDeaths
@@ -27,6 +29,10 @@ StreamPosition = tuple[int, tuple[tuple[int, int], ...]]
 """Number of batches, and per worker the pass and the number of its samples drawn so far."""
 
 
+class NotRead(WorkersError, ValueError):
+    """A shard of the source could not be read, or no image of it can be used."""
+
+
 @dataclass(eq=False)
 class ImageStream(IterableDataset):
     """`image` (3, R, R) uint8 and, if requested, `tokens` (L,) int64; endless in training, once through otherwise.
@@ -37,6 +43,9 @@ class ImageStream(IterableDataset):
     (with keep_decoded it decodes one pass again).
 
     In training a sample also has its `place`, (2,) int64: the pass, and the number of its samples drawn so far.
+
+    Raises:
+        NotRead: by its iterators, which worker processes use.
     """
 
     source: Source
@@ -142,7 +151,7 @@ class ImageStream(IterableDataset):
             empty = 0 if found else empty + 1
             if empty == EMPTY_PASSES:
                 what = "use fewer workers or ranks" if part[1] > 1 else "check it, its captions and the filter"
-                raise ValueError(f"part {part[0] + 1} of {part[1]} of the source has no usable image: {what}")
+                raise NotRead(f"part {part[0] + 1} of {part[1]} of the source has no usable image: {what}")
             turn, drawn = turn + 1, 0
 
     def _pass(
@@ -188,9 +197,13 @@ class ImageStream(IterableDataset):
 
     def _read_shard(self, shard: str) -> Iterator[tuple[str, int, Sample | Rejected]]:
         self.deaths.mark(shard, 0)
-        for number, sample in enumerate(self.source.read(shard)):
-            yield shard, number, sample
-            self.deaths.mark(shard, number + 1)
+        try:
+            for number, sample in enumerate(self.source.read(shard)):
+                yield shard, number, sample
+                self.deaths.mark(shard, number + 1)
+        except (OSError, ValueError) as error:
+            of_disk = disk_error(error)
+            raise NotRead(one_line(error) if of_disk is None else disk_line(of_disk)) from error
 
     def _decode(
         self, shard: str, number: int, sample: Sample | Rejected, rng: np.random.Generator

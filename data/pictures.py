@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from data.cost import Cost, Epoch, Plan, with_cost
-from data.image_stream import ImageStream
+from data.image_stream import ImageStream, NotRead
 from data.loading import REMEMBERED_POSITIONS, Batch, Loading, Placement, kill_workers, leave_signals, position
 from data.model_requirements import check_pictures
 from data.padded_dataset import PaddedDataset
@@ -152,7 +152,7 @@ class ImageLoader(DataLoader):
         """The batches after the position. When a worker dies, all are ended, and new ones go on after the last batch.
 
         Raises:
-            ValueError: workers go on to die (see `PictureDeaths.add`).
+            ValueError: workers go on to die (see `PictureDeaths.add`), or the source cannot be read.
         """
         deaths, batches = self.dataset.deaths, None
         try:
@@ -175,6 +175,8 @@ class ImageLoader(DataLoader):
                 self.dataset.note(batch.pop("place"))
                 self._positions.append(self.dataset.position())
                 yield batch
+        except NotRead as error:
+            raise ValueError(error.line) from None
         finally:
             batches = None  # ends the workers, also while the traceback of a death keeps this frame
 

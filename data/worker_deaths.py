@@ -20,7 +20,9 @@ from data.sources.base import InputShard, Position
 
 # PyTorch's messages about a worker that was killed, and about one without memory for its batch.
 DEAD_WORKER = re.compile(r"DataLoader worker \(pid")
-NO_MEMORY = re.compile(r"shared memory|No space left on device|Cannot allocate memory|can't allocate memory")
+NO_MEMORY = re.compile(
+    r"shared memory|No space left on device|Cannot allocate memory|can't allocate memory|unable to resize file"
+)
 PINNING = "Pin memory thread exited unexpectedly"  # the same thread gets what workers hand over
 NOTICED = 10.0  # seconds in which the end of a process is noticed
 NOWHERE = -1  # the shard of a worker that neither reads nor decodes
@@ -96,8 +98,8 @@ class DecoderDied(Exception):
 def worker_deaths(places: Places, workers: int) -> Iterator[None]:
     """A context for using the batches of a DataLoader's workers, in which the death of a worker raises `DecoderDied`.
 
-    PyTorch notices by a signal that a worker has died, and raises wherever this process is at that moment: also in the
-    midst of an encoder.
+    PyTorch notices by a signal that a worker has died, and raises wherever this process is at that moment, unless
+    `keep_alarms` was called.
 
     Args:
         places: where the workers are.
@@ -126,8 +128,13 @@ def worker_deaths(places: Places, workers: int) -> Iterator[None]:
         if NO_MEMORY.search(text):
             raise died(reason) from error
         dead = re.findall(r"\d+", re.search(r"\(pid(?:\(s\))? ([\d, ]+)\)", text)[1])
-        told = [alarm for alarm in _alarms if re.search(rf"\(pid {dead[0]}\)", alarm)]  # it names the signal
-        raise DecoderDied((told or [reason])[0], places.of({int(process) for process in dead})) from error
+        # Of PyTorch's handler, which names the signal. It also raises in the wait for a batch, where PyTorch then says
+        # that the worker "exited unexpectedly".
+        alarms = [alarm for alarm in [*_alarms, str(error.__cause__)] if re.search(rf"\(pid {dead[0]}\)", alarm)]
+        reason = alarms[0].split(". ")[0] if alarms else reason  # then advice for programmers
+        if any(map(NO_MEMORY.search, alarms)):  # a bus error, for which no image is to blame
+            raise died(reason) from error
+        raise DecoderDied(reason, places.of({int(process) for process in dead})) from error
 
 
 def _ended_soon(places: Places, workers: int) -> set[int]:
@@ -155,10 +162,25 @@ def keep_alarms() -> None:
         try:
             theirs(number, frame)
         except RuntimeError as error:
-            _alarms.append(str(error).split(". ")[0])  # then advice for programmers
+            _alarms.append(str(error))
 
     keep.keeps_alarms = True
     signal.signal(signal.SIGCHLD, keep)
+
+
+def raise_alarm() -> None:
+    """Raise what `keep_alarms` has kept, where nothing is under way.
+
+    Raises:
+        RuntimeError: a worker has died, see `worker_deaths`.
+    """
+    if _alarms:
+        raise RuntimeError(_alarms[0])
+
+
+def forget_alarms() -> None:
+    """Before a DataLoader starts workers: those of another one have been ended."""
+    _alarms.clear()
 
 
 def died(reason: str) -> ValueError:

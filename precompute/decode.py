@@ -16,7 +16,7 @@ from data.crops import CROPS
 from data.interrupts import interrupts_after_forks
 from data.sources.base import DecodedSample, InputShard, Position, Rejected, Sample, Source
 from data.transforms import crop_box, resize, side_needed
-from data.worker_deaths import Places
+from data.worker_deaths import Places, forget_alarms, keep_alarms, raise_alarm
 from precompute.batch import DecodedBatch, ImageFacts, ShardEnd
 from precompute.columns import stored_key
 from precompute.unreadable import Unreadable, read_samples
@@ -170,6 +170,10 @@ class DecodedBatches(IterableDataset):
         if self.preparation.tokenize is not None:
             captions = [image.caption for image in batch.images]
             batch.tokens = self.preparation.tokenize(captions + [""] * (size - count))
+        if get_worker_info() is not None:
+            # The thread that sends the batch would do it, too, but print an error and go on without the batch.
+            for tensor in (*batch.pixels.values(), batch.tokens):
+                tensor.share_memory_()
         return batch
 
 
@@ -209,9 +213,14 @@ def batches(decoded: DecodedBatches, workers: int, prefetch: int, pin: bool) -> 
         in_order=len(decoded.shards) < workers,
         multiprocessing_context="fork" if workers else None,  # the tokenizer and the sources need not be picklable
     )
+    forget_alarms()
     with interrupts_after_forks():
         batches = iter(loader)
-    yield from batches
+    if workers:
+        keep_alarms()  # raised anywhere, in the midst of a lock for instance, the error could stop the job for ever
+    for batch in batches:
+        raise_alarm()  # the other workers go on, and their batches come
+        yield batch
 
 
 def _same(batch: DecodedBatch) -> DecodedBatch:

@@ -219,7 +219,8 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     with open(path, encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file)
+        # Otherwise a quote that is not closed takes the rows behind it into the caption.
+        reader = csv.DictReader(file, strict=True)
         before = 0  # number of lines of the rows so far
         try:
             before = reader.line_num if reader.fieldnames else 0
@@ -233,6 +234,6 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 yield before, row
         except csv.Error as error:
             raise ValueError(
-                f"{path}, line {before + 1}: {error}: close the quote that a cell of this row begins with, or give the "
-                "table as a .jsonl file, where captions may have any length"
+                f"{path}, line {before + 1}: {error}: close the quote that a cell of this row begins with and double "
+                "those within the cell, or give the table as a .jsonl file, where captions may have any length"
             ) from None

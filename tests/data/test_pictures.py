@@ -1,7 +1,9 @@
 """Raw pictures from sources: each once a pass, on one worker of one rank, in an order that the seed gives."""
 
+import errno
 import itertools
 import json
+import re
 from collections import Counter
 
 import numpy as np
@@ -297,3 +299,27 @@ def test_a_part_without_a_picture_is_an_error():
         load(Numbered(1, 3, reject=(0, 1, 2)), training=False)
     with pytest.raises(ValueError, match="part 4 of 4 of the source has no usable image: use fewer workers or ranks"):
         next(iter(load(Numbered(1, 3), rank=3, world=4, batch=1)))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ConnectionError("cannot fetch a.tar: refused"), "cannot fetch a.tar: refused"),
+        (FileNotFoundError("no file a.tar: a shard of the source is gone"), "no file a.tar: a shard .* is gone"),
+        (OSError(errno.EIO, "Input/output error", "a.tar"), "a.tar: Input/output error; look at the disk .*"),
+        (None, "part 1 of 1 of the source has no usable image: .*"),
+    ],
+)
+def test_a_source_that_cannot_be_read_is_an_error_of_one_line(workers, error, line):
+    """Of a worker process, PyTorch gives the traceback as the error's text."""
+
+    class Broken(Numbered):
+        def read(self, shard):
+            yield Rejected("a", "broken_image", "")
+            if error is not None:
+                raise error
+
+    with pytest.raises(ValueError) as found:
+        next(iter(load(Broken(1, 1), workers=workers)))
+    assert type(found.value) is ValueError and re.fullmatch(line, str(found.value))

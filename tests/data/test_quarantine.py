@@ -2,6 +2,7 @@
 
 import gc
 import multiprocessing
+import signal
 import time
 import weakref
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import pytest
 
 from data.quarantine import LIMIT, Quarantine
 from data.sources.base import InputShard, Position
-from data.worker_deaths import DecoderDied, Places, worker_deaths
+from data.worker_deaths import DecoderDied, Places, keep_alarms, worker_deaths
 
 SHARDS = [InputShard("train", "a"), InputShard("train", "b")]
 
@@ -112,3 +113,24 @@ def test_a_pipe_that_breaks_without_a_death_is_no_death(monkeypatch):
     monkeypatch.setattr("data.worker_deaths.NOTICED", 0.1)
     with pytest.raises(ConnectionResetError), worker_deaths(Places(SHARDS), workers=1):
         raise ConnectionResetError
+
+
+def test_a_bus_error_blames_no_sample():
+    """Of a full /dev/shm. `keep_alarms` keeps what PyTorch's handler says, and the wait for a batch raises less."""
+
+    def alarm(number, frame):
+        raise RuntimeError(
+            "DataLoader worker (pid 72) is killed by signal: Bus error. It is possible that dataloader's workers are "
+            "out of shared memory. Please try to raise your shared memory limit."
+        )
+
+    before = signal.signal(signal.SIGCHLD, alarm)
+    try:
+        keep_alarms()
+        signal.raise_signal(signal.SIGCHLD)
+        no_sample = pytest.raises(ValueError, match=r"died \(DataLoader worker .* Bus error\); .* of shared memory")
+        with no_sample, worker_deaths(Places(SHARDS), workers=1):
+            raise RuntimeError("DataLoader worker (pid(s) 72) exited unexpectedly")
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+        Places(SHARDS).forget()

@@ -4,6 +4,7 @@ import ctypes
 import os
 import re
 import signal
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -143,6 +144,60 @@ def test_a_picture_that_kills_the_decoder_is_rejected_and_the_job_goes_on(
     assert_same([s for s in read(encoded) if s["key"] != "00001_003"], read(tmp_path / "out" / "train"))
     assert Manifest.read(tmp_path / "out" / "train").rejected["kills_decoder"] == 1
     assert "at sample 3 of 00001" in capsys.readouterr().out
+
+
+def test_a_death_interrupts_nothing(recipe, monkeypatch):
+    """PyTorch's handler of signals would raise an error in the encoders, or in the midst of a lock."""
+    decode, encode, begun, ended = Filter.decode, pipeline.encode, [], []
+
+    def kill(self, sample, shrink_to=None):
+        if sample.key == "00001_001":  # of the second batch
+            time.sleep(0.5)  # by then the first one is encoded
+            os.kill(os.getpid(), signal.SIGKILL)
+        return decode(self, sample, shrink_to)
+
+    def slow(*arguments):
+        begun.append(1)
+        time.sleep(1.5)  # the worker dies meanwhile
+        ended.append(1)
+        return encode(*arguments)
+
+    monkeypatch.setattr(Filter, "decode", kill)
+    monkeypatch.setattr(pipeline, "encode", slow)
+    main([recipe(workers=1)])
+    assert len(begun) == len(ended) > 0
+
+
+def test_a_bus_error_ends_the_job_and_no_picture_is_rejected(recipe, monkeypatch, capsys):
+    """It is that of a full /dev/shm. PyTorch says so, unless this process waits for a batch at that moment."""
+    decode = Filter.decode
+
+    def full(self, sample, shrink_to=None):
+        if sample.key == "00001_003":
+            time.sleep(0.5)  # by then it waits
+            os.kill(os.getpid(), signal.SIGBUS)
+        return decode(self, sample, shrink_to)
+
+    monkeypatch.setattr(Filter, "decode", full)
+    error = expect_error([recipe(workers=1)], capsys)
+    assert "Bus error); it may have run out of memory, or of shared memory (/dev/shm" in error
+
+
+def test_a_batch_that_cannot_be_shared_ends_the_job(recipe, capsys):
+    """In the thread that sends it, the error would only be printed, and the job would wait for the batch for ever."""
+
+    def waited(number, frame):
+        raise TimeoutError("the job hangs")
+
+    before = signal.signal(signal.SIGALRM, waited)
+    signal.alarm(60)
+    try:
+        with small_files(100_000):  # 64 images of 32 x 32 take 196,608 bytes
+            error = expect_error([recipe(workers=1, batch=64, resolutions=[32])], capsys)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert "unable to resize file" in error and "lower workers, prefetch or batch" in error
 
 
 def test_a_full_or_read_only_disk_costs_one_line_and_a_job_with_room_goes_on(encoded, recipe, tmp_path, capsys):
