@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import math
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,7 +40,7 @@ def read_values(path: str | Path, overrides: list[str]) -> dict[str, Any]:
 
 
 def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The values of a YAML, merged over those of its `base`, a path relative to it. Interpolations stay."""
+    """The values of a YAML over those of its `base`, a path from its folder or from `~`. Interpolations stay."""
     named = f" (the base of {seen[-1].name})" if seen else ""
     if path.is_dir():
         raise ConfigError([f"{path}: a folder{named}; give a YAML file"])
@@ -61,7 +62,7 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         return values
     if not isinstance(base, str):
         raise ConfigError([f"{path}: base: expected the path of a YAML, from this one's folder, got {base!r}"])
-    return _merged(_read(path.parent / base, (*seen, path.resolve())), values)
+    return _merged(_read(path.parent / os.path.expanduser(base), (*seen, path.resolve())), values)
 
 
 @functools.lru_cache  # a plan, and a table of settings, read a few files dozens of times, 10 ms each

@@ -375,7 +375,7 @@ def test_a_file_that_is_not_there(small, tmp_path):
     assert small(file="zzz/0000000000.yaml") == ["zzz/0000000000.yaml: no such YAML file"]
 
 
-def test_base_is_inherited(small, tmp_path):
+def test_base_is_inherited(small, tmp_path, monkeypatch):
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "second.yaml").write_text("base: ../small.yaml\nrun_name: second\ncallbacks: {export: null}")
     (tmp_path / "third.yaml").write_text("base: inner/second.yaml\nseed: 3\nschedule: {name: linear}")
@@ -384,6 +384,9 @@ def test_base_is_inherited(small, tmp_path):
     assert list(config.callbacks) == ["progress"]
     assert (config.schedule.name, config.schedule.args) == ("linear", {})
     assert config.model.args == {"channels": [8, 16]}
+    monkeypatch.setenv("HOME", str(tmp_path / "inner"))
+    (tmp_path / "fourth.yaml").write_text("base: ~/second.yaml")
+    assert small(file="fourth.yaml").run_name == "second"
 
 
 def test_device_batch(small):
