@@ -145,7 +145,7 @@ def shard_traffic(fsdp: FSDP, devices: Devices, gathered: list[int], values: int
     """
     *blocks, rest = gathered
     reduced = 1 if fsdp.sync == "batch" else passes
-    # What lies outside of the blocks stays there from the forward to the backward pass with both strategies.
+    # In torch 2.7 what lies outside of the blocks stays from the forward to the backward pass; 2.11 gathers it again.
     weights = passes * (2 * sum(blocks) + rest) if fsdp.strategy == "FULL_SHARD" else reduced * sum(gathered)
     share = (devices.shards - 1) / devices.shards
     return share * weights, reduced * share * FLOAT * values
@@ -202,8 +202,8 @@ def gathered_sizes(recipe: Recipe, task: nn.Module, costs: Costs, devices: Devic
 def gathered_at_once(fsdp: FSDP, gathered: list[int]) -> int:
     """Bytes of gathered weights that a device has at most at the same time.
 
-    FULL_SHARD frees a block after it has been computed, while the next one is gathered. PyTorch does not free what lies
-    outside of the blocks before the end of the backward pass.
+    FULL_SHARD frees a block after it has been computed, while the next one is gathered. What lies outside of the blocks
+    is there while they compute.
 
     Args:
         fsdp: of the recipe.

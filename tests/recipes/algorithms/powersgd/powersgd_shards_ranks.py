@@ -91,8 +91,8 @@ def check_drivers(plain):
 def check_once_per_batch(plain):
     """Gradients that are summed over shards once per batch are the same, also with PowerSGD."""
     moved = (plain.weights[-1] - plain.weights[0]).abs().max()
-    # Three units; of two microbatches, two of them twice in each. The root is not freed before the backward pass.
-    for full_shard, gathers in ((False, 3), (True, 10)):
+    # Three units; of two microbatches, twice in each. The root of torch 2.7 is not freed before the backward pass.
+    for full_shard, gathers in ((False, 3), (True, 10 if torch.__version__ < (2, 8) else 12)):
         fsdp = {"replicas": 1, "sync": "batch", "full_shard": full_shard}
         with (
             mock.patch.object(_fsdp_param_group, "foreach_reduce", wraps=_fsdp_param_group.foreach_reduce) as sums,
