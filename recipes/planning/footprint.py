@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import nn
 
 from data.cost import FLOAT, Cost, all_reduce_bytes, size_text
@@ -12,6 +13,9 @@ from recipes.planning.costs import Costs, parameter_counts
 from recipes.planning.devices import Devices
 from recipes.planning.tensor_parallel import held, messages, recomputed, sent_bytes, sized_plan
 
+# FULL_SHARD of torch 2.7 keeps what lies outside of blocks from the forward to the backward pass. That of torch 2.11
+# frees it and gathers it again.
+KEEPS_REST = torch.__version__ < (2, 8)
 NAMES = {"all_reduce": "all-reduces", "all_gather": "all-gathers", "reduce_scatter": "reduce-scatters"}
 
 
@@ -145,8 +149,8 @@ def shard_traffic(fsdp: FSDP, devices: Devices, gathered: list[int], values: int
     """
     *blocks, rest = gathered
     reduced = 1 if fsdp.sync == "batch" else passes
-    # In torch 2.7 what lies outside of the blocks stays from the forward to the backward pass; 2.11 gathers it again.
-    weights = passes * (2 * sum(blocks) + rest) if fsdp.strategy == "FULL_SHARD" else reduced * sum(gathered)
+    again = 2 * sum(blocks) + (1 if KEEPS_REST else 2) * rest
+    weights = passes * again if fsdp.strategy == "FULL_SHARD" else reduced * sum(gathered)
     share = (devices.shards - 1) / devices.shards
     return share * weights, reduced * share * FLOAT * values
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from data.cost import Epoch, Plan, size_text
 from data.manifest import Manifest
@@ -211,7 +212,8 @@ def test_what_sharding_sends(monkeypatch):
     weights, gradients = (3 / 4 * size * 865_910_724 / 1e9 for size in (2, 4))
     task = build_on_meta(load_config(ROOT / "yamls" / "sd2_base.yaml", [], Recipe, []).model)
     blocks = 3 / 4 * 2 * sum(p.numel() for block in task.blocks() for p in block.parameters()) / 1e9
-    again = 2 * (weights + blocks)  # what lies outside of the blocks is gathered once per pass
+    # What lies outside of the blocks is gathered once per pass by torch 2.7, and twice by torch 2.11.
+    again = 2 * (weights + (blocks if torch.__version__ < (2, 8) else weights))
     for strategy, sync, gathers, sums in (
         ("SHARD_GRAD_OP", "microbatch", 2 * weights, 2), ("SHARD_GRAD_OP", "batch", weights, 1),
         ("FULL_SHARD", "microbatch", again, 2), ("FULL_SHARD", "batch", again, 1),
