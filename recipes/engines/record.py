@@ -27,6 +27,7 @@ from recipes.training.clock import parse_duration
 
 ENCODED = "encoded.json"
 VOCABULARY = "vocabulary"  # its key there
+SAMPLES = "samples"  # per epoch
 TRACKED = "tracked.txt"  # what loggers know the run by, see `recipes.engines.tracking`
 RECORD = (CONFIG, ENCODED, TRACKED)  # files in the folder of a run
 RECORDS = "records"  # folder of the copies, by checkpoints
@@ -197,8 +198,11 @@ def keep_record(recipe: Recipe, data: Loading) -> None:
 
 
 def _encoded(data: Loading) -> dict[str, Any]:
-    """What encoded the training data, and the captions or texts of each batch: sha256 of the vocabulary's file."""
+    """What encoded the training data, and the captions or texts of each batch: sha256 of the vocabulary's file. And how
+    many samples an epoch has."""
     found = {} if data.manifest is None else data.manifest.encoders()
+    if data.samples is not None:
+        found[SAMPLES] = data.samples
     if data.vocabulary is not None:
         found[VOCABULARY] = hashlib.sha256(data.vocabulary.read_bytes()).hexdigest()
     return found
@@ -241,7 +245,8 @@ def record_with(output: Path, checkpoint: Path, default: Path | None = None) -> 
 
 
 def check_encoders(recipe: Recipe, data: Loading, evals: Mapping[str, Loading]) -> None:
-    """Compare what encoded the training data with the validation sets, and with the run that goes on.
+    """Compare what encoded the training data with the validation sets, and with the run that goes on. A set that has
+    grown or shrunk since is only warned of, because that may be meant.
 
     Raises:
         ValueError: a set was encoded by others, or the run began with another vocabulary.
@@ -254,7 +259,8 @@ def check_encoders(recipe: Recipe, data: Loading, evals: Mapping[str, Loading]) 
             _compare_vocabularies(f"evals.{label}", loading, own.get(VOCABULARY), "of the training data")
     if "data" in recipe.checkpoints.allow_changes:
         return
-    if recipe.checkpoints.resumes and has_checkpoints(Path(recipe.output)):
+    resumed = recipe.checkpoints.resumes and has_checkpoints(Path(recipe.output))
+    if resumed:
         run, record = Path(recipe.output), record_of(recipe)
     elif recipe.checkpoints.load_path and "://" not in recipe.checkpoints.load_path:
         checkpoint = Path(recipe.checkpoints.load_path).resolve()
@@ -268,6 +274,12 @@ def check_encoders(recipe: Recipe, data: Loading, evals: Mapping[str, Loading]) 
         except ValueError as error:
             raise ValueError(f"{record / ENCODED}: damaged ({error}); copy the run's folder again") from None
         of_run, vocabulary = f"of {run}, whose checkpoint is loaded", values.pop(VOCABULARY, None)
+        samples = values.pop(SAMPLES, None)
+        if resumed and samples not in (None, data.samples):
+            log.warning(
+                f"data: an epoch of {run} had {samples} samples at its checkpoint and has {data.samples} now. The "
+                "order of samples is drawn anew, so the current epoch repeats some samples and omits others"
+            )
         if data.manifest is not None:
             _compare(data.manifest, values, f"data: not encoded as that {of_run}")
         if vocabulary is not None:

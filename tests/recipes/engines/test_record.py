@@ -158,7 +158,7 @@ def interrupted(*_):
 class Data:
     """Data that nothing encoded."""
 
-    manifest = vocabulary = None
+    manifest = vocabulary = samples = None
 
 
 def test_a_start_that_saved_nothing_changes_nothing_that_later_ones_compare(begun, quick_recipe, monkeypatch):
@@ -290,7 +290,7 @@ def test_a_run_does_not_go_on_with_latents_of_another_vae(quick_recipe, latent_s
         said = f"data: not encoded as that of {where}, whose checkpoint is loaded: .*, the recipe expects {weights}"
         with pytest.raises(ValueError, match=said):
             build_trainer(changed)
-    data = SimpleNamespace(manifest=Manifest.read(other), vocabulary=None)
+    data = SimpleNamespace(manifest=Manifest.read(other), vocabulary=None, samples=None)
     check_encoders(quick_recipe(run, "checkpoints.autoresume=false"), data, {})
     check_encoders(quick_recipe(run, "checkpoints.autoresume=true", "checkpoints.allow_changes=[data]"), data, {})
 
@@ -303,17 +303,32 @@ def test_a_damaged_record_of_the_encoders_is_named(text, quick_recipe, tmp_path)
     path.touch()
     recipe = quick_recipe(tmp_path / "new", f"checkpoints.load_path={path}")
     with pytest.raises(ValueError, match=f"{tmp_path}/run/{ENCODED}: damaged .*; copy the run's folder again"):
-        check_encoders(recipe, SimpleNamespace(manifest=None, vocabulary=None), {})
+        check_encoders(recipe, SimpleNamespace(manifest=None, vocabulary=None, samples=None), {})
 
 
 def test_the_record_says_what_encoded_the_data(quick_recipe, tmp_path):
     keep_record(quick_recipe(tmp_path), Data)
     assert not (tmp_path / ENCODED).exists()
     encoders = {"image_encoder": {"weights_hash": "0"}}
-    keep_record(
-        quick_recipe(tmp_path), SimpleNamespace(manifest=SimpleNamespace(encoders=lambda: encoders), vocabulary=None)
-    )
+    manifest = SimpleNamespace(encoders=lambda: encoders)
+    keep_record(quick_recipe(tmp_path), SimpleNamespace(manifest=manifest, vocabulary=None, samples=None))
     assert json.loads((tmp_path / ENCODED).read_text()) == encoders
+
+
+def test_a_set_that_has_grown_is_warned_of(quick_recipe, tmp_path, capsys):
+    run = tmp_path / "run"
+    path = run / "checkpoints" / "ep0-ba3-rank0.pt"
+    path.parent.mkdir(parents=True)
+    path.touch()
+    recipe = quick_recipe(run, "checkpoints.autoresume=true")
+    before, now = (SimpleNamespace(manifest=None, vocabulary=None, samples=n) for n in (100, 120))
+    keep_record(recipe, before)
+    check_encoders(recipe, before, {})
+    # A new run from the weights of another.
+    check_encoders(quick_recipe(tmp_path / "new", f"checkpoints.load_path={path}"), now, {})
+    assert not capsys.readouterr().out
+    check_encoders(recipe, now, {})
+    assert f"data: an epoch of {run} had 100 samples at its checkpoint and has 120 now." in capsys.readouterr().out
 
 
 def test_captions_are_encoded_with_one_vocabulary(quick_recipe, tmp_path):
@@ -323,7 +338,7 @@ def test_captions_are_encoded_with_one_vocabulary(quick_recipe, tmp_path):
     own, other = (tmp_path / name for name in ("own.json", "other.json"))
     own.write_text("[1]")
     other.write_text("[2]")
-    data, changed = (SimpleNamespace(manifest=None, vocabulary=file) for file in (own, other))
+    data, changed = (SimpleNamespace(manifest=None, vocabulary=file, samples=None) for file in (own, other))
     recipe = quick_recipe(tmp_path / "run", "checkpoints.autoresume=true")
     check_encoders(recipe, data, {})  # an earlier version has not noted it
     keep_record(recipe, data)
