@@ -26,9 +26,9 @@ ENCODER_FILES = (".json", ".safetensors", ".pt", ".pth", ".bin", ".txt")
 UPLOADED = ("s3", "gs", "oci", "azure", "azure-dl")
 # Of the MDS format.
 COMPRESSIONS = re.compile(r"br(:(\d|1[01]))?|bz2(:[1-9])?|gz(:\d)?|snappy|zstd(:([1-9]|1\d|2[0-2]))?", re.ASCII)
-# Arguments of sources that say where the data lies and how it is divided, which the ids of shards tell apart, or (of
-# scores) the weights of their model.
-PLACES = ("urls", "path", "files", "exclude", "shard_size", "shard_mb", "scores")
+# Arguments of sources that say where the data lies and how it is divided, which the ids of shards tell apart; or where
+# scores and lists lie, of which the model's weights and the content count (see `_chosen_by`).
+PLACES = ("urls", "path", "files", "exclude", "shard_size", "shard_mb", "scores", "shared")
 # Options that say what is taken of a source's data (see `source_options`). Sets of earlier versions may lack them.
 SOURCE, SCORES = "source", "scores"
 
@@ -222,14 +222,14 @@ def reading(source: Component) -> dict[str, Any]:
 
 
 def source_options(source: Component) -> dict[str, Any]:
-    """The options that say what is taken of a source's data, and by which scores.
+    """The options that say what is taken of a source's data, and by which scores or lists.
 
     Raises:
-        FileNotFoundError: it has not been scored.
+        FileNotFoundError: it has not been scored, or its list has not been made.
         ValueError: what is known of its scores is damaged.
     """
-    models = _models_of_scores(source)
-    return {SOURCE: reading(source)} | ({SCORES: models} if models else {})
+    chosen = _chosen_by(source)
+    return {SOURCE: reading(source)} | ({SCORES: chosen} if chosen else {})
 
 
 def changed_option(found: dict[str, Any], options: dict[str, Any]) -> str | None:
@@ -244,12 +244,12 @@ def changed_option(found: dict[str, Any], options: dict[str, Any]) -> str | None
     return next((name for name in names if found.get(name) != options.get(name)), None)
 
 
-def _models_of_scores(source: Component) -> list[str]:
-    """Hashes of the weights of the models by whose scores a source, and those inside of it, choose pairs."""
+def _chosen_by(source: Component) -> list[str]:
+    """Hashes of what a source, and those inside of it, choose pairs by: weights of scoring models, lists of images."""
     found = []
     for value in source.args.values():
         if isinstance(value, Component):
-            found += _models_of_scores(value)
+            found += _chosen_by(value)
     if source.name == "scored":
         from data.score_files import FACTS, read_facts  # not above: it imports NumPy
 
@@ -257,6 +257,11 @@ def _models_of_scores(source: Component) -> list[str]:
         if "weights_hash" not in facts:
             raise FileNotFoundError(f"no file {source.args['scores']}/{FACTS}; finish precompute/scores.py first")
         found.append(facts["weights_hash"])
+    if source.name == "unshared":
+        listed = Path(source.args["shared"])
+        if not listed.is_file():
+            raise FileNotFoundError(f"no file {listed}; make it with precompute/scores.py --shared")
+        found.append(hashlib.sha256(listed.read_bytes()).hexdigest())
     return found
 
 

@@ -37,6 +37,7 @@ REASONS = {
     "too_small": "the shorter side is below the filter's min_side",
     "aspect": "width / height is outside the filter's min_aspect..max_aspect",
     "low_similarity": "the image and its caption fit less well than the source's at_least, by their score",
+    "shared_image": "another set has the image, too, by the list of the source (precompute/scores.py --shared)",
     "nonfinite_latent": "the encoder's latents are not finite in fp16, nor when encoded again in fp32",
     "nonfinite_text": "the caption's embedding is not finite in fp16, nor when encoded again in fp32",
 }

@@ -38,6 +38,7 @@ COMPONENTS: dict[str, dict[str, str]] = {
         "mds": "data.sources.mds:MDSSource",
         "texts": "data.sources.texts:TextSource",
         "scored": "data.sources.scored:ScoredSource",
+        "unshared": "data.sources.unshared:UnsharedSource",
     },
     "filter": {
         "pictures": "data.sources.filters:Filter",

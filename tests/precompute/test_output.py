@@ -321,6 +321,24 @@ def test_scores_may_move_but_not_be_another_models(tmp_path, recipe):
         options("none")
 
 
+def test_a_list_of_shared_images_may_move_but_not_change(tmp_path, recipe):
+    def options(name):
+        inner = {"name": "tars", "urls": "a.tar"}
+        source = {"name": "unshared", "source": inner, "shared": str(tmp_path / name)}
+        config = load_config(recipe(sources={"a": source}), [], EncodeConfig, missing=[])
+        return source_options(config.sources["a"])
+
+    for name, threshold in ("a.json", 0.9), ("moved.json", 0.9), ("other.json", 0.95):
+        write_json(tmp_path / name, {"threshold": threshold, "pairs": []})
+    assert options("a.json") == options("moved.json")
+    output = OutputSet(tmp_path / "out", [])
+    output.claim(options("a.json"))
+    with pytest.raises(ValueError, match=r"made with scores \['.*'\], this job has \['.*'\]; give another `out`"):
+        output.claim(options("other.json"))
+    with pytest.raises(FileNotFoundError, match="no file .*/none.json; make it with precompute/scores.py --shared"):
+        options("none.json")
+
+
 def test_of_two_ranks_that_claim_at_the_same_moment_one_is_refused(tmp_path, monkeypatch):
     other = tmp_path / "options.json"
     monkeypatch.setattr("precompute.output.to_disk", lambda path: other.write_text('{"x": 1}'))

@@ -19,6 +19,7 @@ from data.sources.base import Rejected, Sample
 from data.sources.filters import Filter
 from data.sources.folder import FolderSource
 from data.sources.scored import ScoredSource
+from data.sources.unshared import UnsharedSource
 from precompute import duplicates, score_job, scores
 from precompute.claims import LOST, Claims
 from precompute.duplicates import similar_rows
@@ -311,6 +312,25 @@ def test_a_source_without_pairs_that_do_not_fit(job, tmp_path):
         list(ScoredSource(source=source.source, scores=str(root), at_least=0.0).read(shard))
     with pytest.raises(ValueError, match="source.at_least: 28; give a cosine similarity"):
         ScoredSource(source=source.source, scores=str(folder), at_least=28)
+
+
+def test_a_source_without_the_images_that_another_set_has(job):
+    root, _ = job
+    shared = root / "out" / "val" / "scores" / "shared.json"
+    pairs = [(pair["similarity"], pair["image"]["key"]) for pair in json.loads(shared.read_text())["pairs"]]
+    listed = {key for _, key in pairs}
+    assert {key.split("_")[1].split(".")[0] for key in listed} >= {"red", "white"}
+    inner = FolderSource(path=str(root / "val"))
+    (shard,) = inner.shards()
+    everything = {sample.key for sample in inner.read(shard)}
+    source = UnsharedSource(source=inner, shared=str(shared))
+    assert source.shards() == [shard]
+    rows = list(source.read(shard))
+    assert {row.key for row in rows if isinstance(row, Sample)} == everything - listed
+    assert {row.key for row in rows if isinstance(row, Rejected) and row.reason == "shared_image"} == listed
+    other = UnsharedSource(source=FolderSource(path=str(root / "train")), shared=str(shared))
+    with pytest.raises(ValueError, match="is of other shards"):
+        other.shards()
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,18 @@ def test_a_reference_of_the_size_of_the_images(export, write, tmp_path):
     assert swept["resolution 16"] == swept["blur 0"] != swept["resolution 32"]
 
 
+def test_a_reference_without_images_that_the_training_set_has(write, tmp_path, drawings):
+    inner = {"name": "tars", "urls": f"{drawings}/train/*.tar"}
+    source = build(read(write(reference={"source": inner})).reference.source)
+    shard, samples = source.shards()[0], read_reference(source, None, 0)
+    places = [{"shard": shard, "key": sample.key} for sample in source.read(shard)][:2]
+    pairs = [{"similarity": 0.99, "image": place, "other": place} for place in places]
+    (tmp_path / "shared.json").write_text(json.dumps({"threshold": 0.9, "pairs": pairs}))
+    unshared = {"name": "unshared", "source": inner, "shared": str(tmp_path / "shared.json")}
+    left = read_reference(build(read(write(reference={"source": unshared})).reference.source), None, 0)
+    assert len(left) == len(samples) - 2 and content(left) == content(samples[2:]) != content(samples)
+
+
 def refuse(export, path, capsys):
     return last_error(partial(command.main, usage=USAGE), [export, path], capsys)
 

@@ -3,14 +3,19 @@
 import json
 import math
 from itertools import accumulate
+from pathlib import Path
 
 import pytest
 import torch
 
+from recipes.config.build import build_on_meta
+from recipes.config.recipe import Recipe, load_config
 from recipes.engines.metrics import figures_of
+from recipes.models.autoregressive.masks import TokenLayout
 from recipes.models.autoregressive.task import Autoregressive, load_transformer
 from recipes.training.microbatches import with_batch_means
 
+ROOT = Path(__file__).resolve().parents[4]
 SIZES = {
     "layers": 4, "width": 32, "heads": 2, "text_positions": 6, "text_vocabulary": 20, "side": 4, "codes": 12,
     "kernel": 3,
@@ -173,3 +178,26 @@ def test_the_attention_of_a_recipe_is_that_of_the_network(attention):
 def test_a_weight_out_of_range():
     with pytest.raises(ValueError, match="image_weight"):
         small(image_weight=1.5)
+
+
+# Ramesh et al. 2021, table 1 and section 2.2: "effective" counts are those of the matrices of the blocks.
+@pytest.mark.parametrize(
+    ("name", "width", "effective", "count"),
+    [
+        ("dalle_12b", 3968, 12.0e9, 12_292_808_448),
+        ("dalle_5b", 2688, 5.6e9, 5_684_974_848),
+        ("dalle_2b", 1920, 2.8e9, 2_928_234_240),
+    ],
+)
+def test_the_published_sizes(name, width, effective, count):
+    recipe = load_config(ROOT / "yamls" / f"{name}.yaml", [], Recipe, [])
+    task = build_on_meta(recipe.model)
+    network, rank = task.network, recipe.algorithms["powersgd"].args["rank"]
+    assert sum(p.numel() for p in task.parameters()) == count
+    matrices = sum(p.numel() for block in task.blocks() for p in block.parameters() if p.ndim == 2)
+    assert matrices == 12 * 64 * width**2 == pytest.approx(effective, rel=0.015)
+    assert network.layout == TokenLayout(256, 32, 11) and network.head_width == 64 and len(network.kinds) == 64
+    assert network.unembedding.out_features == 16384 + 8192
+    row = f"| `{name}` | 64 | {width} | {width // 64} | {count:,} | "
+    (line,) = [line for line in (ROOT / "docs" / "dalle.md").read_text().splitlines() if line.startswith(row)]
+    assert line.endswith(f" | {rank} |")
