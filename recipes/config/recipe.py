@@ -34,8 +34,9 @@ class FSDP:
     wrap: Literal["blocks", "model"] = "blocks"
     """What is gathered at once: one block of the network, or the whole network."""
     parameters: Literal["auto", "fp32", "bf16"] = "auto"
-    """Number format of gathered parameters. Shards, norms, reduced gradients and optimizer state are always fp32. auto:
-    bf16 if the precision is amp_bf16; fp16 inside of blocks if resblock_grad_scaling runs them in fp16; else fp32."""
+    """Number format of the gathered parameters of blocks, or with `wrap: model` of all. Norms, what is outside of the
+    blocks, shards, reduced gradients and optimizer state are always fp32. auto: bf16 if the precision is amp_bf16; fp16
+    if resblock_grad_scaling runs the blocks in fp16; else fp32."""
     replicas: int | Literal["machines"] = 1
     """Number of device groups that each hold the whole model. 1: it is sharded over all devices; machines: within each
     machine."""

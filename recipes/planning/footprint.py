@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from torch import nn
 
 from data.cost import FLOAT, Cost, all_reduce_bytes, size_text
+from recipes.algorithms.sharding.shard import in_32_bits
 from recipes.config.recipe import FSDP, Recipe
 from recipes.planning.costs import Costs, parameter_counts
 from recipes.planning.devices import Devices
 from recipes.planning.tensor_parallel import held, messages, recomputed, sent_bytes, sized_plan
 
-# FULL_SHARD of torch 2.7 keeps what lies outside of blocks from the forward to the backward pass. That of torch 2.11
-# frees it and gathers it again.
-KEEPS_REST = torch.__version__ < (2, 8)
 NAMES = {"all_reduce": "all-reduces", "all_gather": "all-gathers", "reduce_scatter": "reduce-scatters"}
 
 
@@ -33,7 +30,7 @@ def memory_text(recipe: Recipe, task: nn.Module, costs: Costs, devices: Devices)
     if fsdp is not None:
         gathered = gathered_at_once(fsdp, gathered_sizes(recipe, task, costs, devices))
         number = gathered_format(recipe, costs)
-        number += " (fp32 outside of blocks)" if number == "fp16" else ""
+        number += " (fp32 outside of blocks)" if fsdp.wrap == "blocks" and number != "fp32" else ""
         of = "all" if devices.tensor == 1 else "that"
         text += f", 1/{shards} of {of}, and {size_text(gathered)} for gathered weights in {number}"
         if fsdp.sync == "batch" and several:
@@ -107,7 +104,7 @@ def _tensor_line(recipe: Recipe, task: nn.Module, costs: Costs, devices: Devices
         devices.tensor,
         value=value,
         loss_value=2 if low else FLOAT,
-        table_value=2 if recipe.training.fsdp is not None and gathered_format(recipe, costs) == "bf16" else FLOAT,
+        table_value=2 if _gathers_tables_in_bf16(recipe, costs) else FLOAT,
         sequence=sequence,
         again=again,
         passes=passes,
@@ -149,7 +146,7 @@ def shard_traffic(fsdp: FSDP, devices: Devices, gathered: list[int], values: int
     """
     *blocks, rest = gathered
     reduced = 1 if fsdp.sync == "batch" else passes
-    again = 2 * sum(blocks) + (1 if KEEPS_REST else 2) * rest
+    again = 2 * sum(blocks) + rest
     weights = passes * again if fsdp.strategy == "FULL_SHARD" else reduced * sum(gathered)
     share = (devices.shards - 1) / devices.shards
     return share * weights, reduced * share * FLOAT * values
@@ -184,7 +181,8 @@ def gradient_traffic(task: nn.Module, devices: Devices, stored_16_bit: int = 0) 
 
 
 def gathered_format(recipe: Recipe, costs: Costs) -> str:
-    """Number format of the weights that FSDP gathers, outside of norms. See `recipes.config.recipe.FSDP.parameters`."""
+    """Number format of the weights that FSDP gathers: of blocks, or of all but norms if the model is one unit. See
+    `recipes.config.recipe.FSDP.parameters`."""
     fsdp = recipe.training.fsdp
     if fsdp.parameters != "auto":
         return fsdp.parameters
@@ -193,14 +191,26 @@ def gathered_format(recipe: Recipe, costs: Costs) -> str:
     return "bf16" if recipe.training.precision == "amp_bf16" else "fp32"
 
 
+def _gathers_tables_in_bf16(recipe: Recipe, costs: Costs) -> bool:
+    fsdp = recipe.training.fsdp
+    return fsdp is not None and fsdp.wrap == "model" and gathered_format(recipe, costs) == "bf16"
+
+
 def gathered_sizes(recipe: Recipe, task: nn.Module, costs: Costs, devices: Devices) -> list[int]:
-    """Bytes of each unit that FSDP gathers at once: the blocks, then what lies outside of them."""
-    number = gathered_format(recipe, costs)
-    by_block = recipe.training.fsdp.wrap == "blocks"
-    counts = [held(block, task, devices) for block in task.blocks()] if by_block else []
-    rest = held(task, task, devices) - sum(counts)
-    low = FLOAT if number == "fp32" else 2
-    return [low * count for count in counts] + [(FLOAT if number == "fp16" else low) * rest]
+    """Bytes of each unit that FSDP gathers at once: the blocks, then all else. See `recipes.algorithms.sharding`."""
+    parts = list(task.blocks()) if recipe.training.fsdp.wrap == "blocks" else []
+    if gathered_format(recipe, costs) == "fp32":
+        values = [held(part, task, devices) for part in parts]
+        return [FLOAT * count for count in (*values, held(task, task, devices) - sum(values))]
+    low = [held(part, task, devices) - _values_in_32_bits(part) for part in parts or [task]]
+    rest = FLOAT * (held(task, task, devices) - sum(low))
+    return [*(2 * count for count in low), rest] if parts else [2 * low[0] + rest]
+
+
+def _values_in_32_bits(whole: nn.Module) -> int:
+    """Number of the parameters in a block or the model that FSDP gathers in 32 bits in any case. Tensor parallelism
+    divides none of them."""
+    return sum(p.numel() for module in in_32_bits(whole) for p in module.parameters(recurse=False))
 
 
 def gathered_at_once(fsdp: FSDP, gathered: list[int]) -> int:

@@ -211,7 +211,7 @@ class Compile(Lever):
             raise ValueError(
                 f"compile: fullgraph: true, and training.fsdp gathers {type(inside[0]).__name__} inside of a compiled "
                 "module, which ends its graph there; use fullgraph: false, or compile blocks with "
-                "training.fsdp.parameters: fp32"
+                "training.fsdp.wrap: blocks"
             )
 
     def _parts(self) -> list[nn.Module]:

@@ -112,7 +112,7 @@ class Sharding(Lever):
             whole = mesh if self.tensor is None else self.tensor.mesh
             dimensions = averaging.divide(whole, once=self.once)
             mesh = whole["shard"]
-        low, scaled = self._format(run)
+        low = self._format(run)
         with run.new_parameters():
             units = shard(
                 self.task,
@@ -121,7 +121,8 @@ class Sharding(Lever):
                 dimensions=dimensions,
                 **self._options(run),
             )
-        gathered = "fp32" if low is None else f"{FORMAT_NAMES[low]} ({'what is not in blocks, ' * scaled}norms fp32)"
+        rest = "what is not in blocks, " * self.by_block
+        gathered = "fp32" if low is None else f"{FORMAT_NAMES[low]} ({rest}norms fp32)"
         log.info(
             f"fsdp: {'FULL_SHARD' if self.full_shard else 'SHARD_GRAD_OP'} over {shards} devices x "
             f"{self.replicas}, {units} units gathered in {gathered}"
@@ -130,20 +131,18 @@ class Sharding(Lever):
 
     def _options(self, run: Run) -> dict[str, Any]:
         """Arguments of `shard` and `units_of`."""
-        low, scaled = self._format(run)
         recomputed = recomputed_modules(self.task)
-        return {"by_block": self.by_block, "parameters": low, "of_blocks_only": scaled, "recomputed": recomputed}
+        return {"by_block": self.by_block, "parameters": self._format(run), "recomputed": recomputed}
 
-    def _format(self, run: Run) -> tuple[torch.dtype | None, bool]:
-        """The dtype of gathered parameters (None: their own), and whether it is for blocks with gradient scales alone.
+    def _format(self, run: Run) -> torch.dtype | None:
+        """The dtype of gathered parameters; None: their own.
 
-        Those blocks compute in fp16 anyway: gathering fp16 moves fewer bytes and changes no result.
+        Blocks with gradient scales compute in fp16 anyway: gathering fp16 moves fewer bytes and changes no result.
         """
         if self.scaling is not None:
-            low = self.parameters == "auto" and self.by_block
-            return (torch.float16 if low else None), low
+            return torch.float16 if self.parameters == "auto" and self.by_block else None
         low = self.parameters == "bf16" or (self.parameters == "auto" and run.precision == "amp_bf16")
-        return (torch.bfloat16 if low else None), False
+        return torch.bfloat16 if low else None
 
 
 def _mesh(device: str, **dimensions: int) -> DeviceMesh:

@@ -1,18 +1,18 @@
 """Parameters, gradients and optimizer state sharded over devices by PyTorch's FSDP2.
 
-As in published ViT and Stable Diffusion recipes, each block is a unit inside of the whole model's; gathered parameters
-have 16 bits except those of norms, while gradient reductions and optimizer state have 32 bits.
+As in published ViT and Stable Diffusion recipes, each block is a unit, which is gathered at once, and what lies outside
+of the blocks is another one. Gathered matrices of blocks have 16 bits; norms and what lies outside of the blocks keep
+32, as under autocast. Gradient reductions and optimizer state have 32 bits.
 
-Each unit costs the host collectives and hooks in each pass, so the norms of a block are one unit and not one each.
-FSDP2 reduces the gradients of such a group after the backward pass of the module that ran first in the forward pass.
-This is the last backward pass of the group, whatever lies between its modules: of all operations that are ready,
-autograd runs the one that ran last in the forward pass.
+A unit has one number format, and costs the host collectives and hooks in each pass. So the norms of all blocks belong
+to the unit of the whole task, which is gathered before the first block runs: they need no collectives of their own, and
+no hooks inside of blocks, which would divide the graph of a compiled block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -35,10 +35,12 @@ class Unit:
     Attributes:
         modules: one, or several norms.
         dtype: of the gathered parameters; None: their own.
+        without: modules inside of these whose own parameters, not those of their children, belong to another unit.
     """
 
     modules: list[nn.Module]
     dtype: torch.dtype | None
+    without: list[nn.Module] = field(default_factory=list)
 
 
 def units_of(
@@ -46,19 +48,22 @@ def units_of(
     *,
     by_block: bool = True,
     parameters: torch.dtype | None = None,
-    of_blocks_only: bool = False,
     recomputed: Collection[nn.Module] = (),
 ) -> list[Unit]:
-    """The units that `shard` makes, the inner ones first. Arguments as of `shard`; the task may be on any device."""
-    blocks = list(task.blocks()) if by_block else []
-    units: list[Unit] = []
-    for whole in (*blocks, task):
-        low = None if of_blocks_only and whole is task else parameters
-        if low is not None:
-            together = [whole] if whole is not task else [] if by_block else task.blocks()
-            units += _in_32_bits(whole, (*recomputed, *together), {id(m) for unit in units for m in unit.modules})
-        units.append(Unit([whole], low))
-    return units
+    """The units that `shard` makes, in its order. Arguments as of `shard`; the task may be on any device."""
+    if not by_block:
+        norms = [] if parameters is None else _groups_of_norms(task, (*recomputed, *task.blocks()))
+        return [*norms, Unit([task], parameters)]
+    blocks = [Unit([block], parameters, [] if parameters is None else in_32_bits(block)) for block in task.blocks()]
+    kept = {module for unit in blocks for module in unit.without}
+    of_blocks = [module for unit in blocks for module in unit.modules[0].modules() if module not in kept]
+    return [Unit([task], None, of_blocks), *blocks]
+
+
+def in_32_bits(whole: nn.Module) -> list[nn.Module]:
+    """The modules in a block or a task whose own parameters are gathered in 32 bits in any case: norms, and what has
+    the attribute `full_precision`."""
+    return list(dict.fromkeys(part for module in _precise(whole) for part in module.modules()))
 
 
 def shard(
@@ -68,7 +73,6 @@ def shard(
     by_block: bool = True,
     reshard_after_forward: bool = False,
     parameters: torch.dtype | None = None,
-    of_blocks_only: bool = False,
     recomputed: Collection[nn.Module] = (),
     dimensions: Mapping[int, Shard] | None = None,
 ) -> int:
@@ -82,11 +86,10 @@ def shard(
             and `evaluate` that callers use.
         mesh: one dimension, to shard over; or two, to replicate over and to shard over.
         by_block: True: each block is a unit, and the rest of the task another one; False: the task is one unit.
-        reshard_after_forward: True: free gathered parameters between the forward and the backward pass (FULL_SHARD);
-            False: only after the backward pass (SHARD_GRAD_OP).
-        parameters: dtype of gathered parameters, except those of norms and of modules with an attribute
-            `full_precision`, which keep 32 bits; None: their own.
-        of_blocks_only: gather parameters outside of blocks in their own dtype.
+        reshard_after_forward: True: free a block's gathered parameters between the forward and the backward pass
+            (FULL_SHARD); False: only after the backward pass (SHARD_GRAD_OP), as those of the task's unit always are.
+        parameters: dtype of the gathered parameters of blocks, or of the whole task if it is one unit, except those of
+            norms and of modules with an attribute `full_precision`, which keep their own; None: their own.
         recomputed: modules whose forward runs a second time in the backward pass, each at a time of its own.
         dimensions: by the id of a parameter, the dimension that it is sharded along, if not the first. The size of the
             dimension must then be a multiple of the number of shards.
@@ -97,9 +100,7 @@ def shard(
     if is_sharded(task):
         raise ValueError("fsdp: the model is sharded already")
     check_shardable(task, by_block=by_block)
-    units = units_of(
-        task, by_block=by_block, parameters=parameters, of_blocks_only=of_blocks_only, recomputed=recomputed
-    )
+    units = units_of(task, by_block=by_block, parameters=parameters, recomputed=recomputed)
     for parameter in task.parameters():
         parameter.data = parameter.data.contiguous()  # FSDP2 shards no other memory format
     if mesh.device_type == "cpu":
@@ -107,15 +108,21 @@ def shard(
     shards = mesh.size(mesh.ndim - 1)
     options = {
         "mesh": mesh,
-        "reshard_after_forward": reshard_after_forward,
         "shard_placement_fn": lambda p: (dimensions or {}).get(id(p)) or _evenly(p, shards),
     }
     for unit in units:
         # Inputs and losses keep their 32 bits: autocast decides which operations take fewer.
         sums = None if unit.dtype is None else torch.float32
         policy = MixedPrecisionPolicy(param_dtype=unit.dtype, reduce_dtype=sums, cast_forward_inputs=False)
-        # A list, even of one module, has the hooks of groups.
-        fully_shard(unit.modules if len(unit.modules) > 1 else unit.modules[0], mp_policy=policy, **options)
+        fully_shard(
+            # A list, even of one module, has the hooks of groups.
+            unit.modules if len(unit.modules) > 1 else unit.modules[0],
+            mp_policy=policy,
+            reshard_after_forward=reshard_after_forward and task not in unit.modules,
+            # Parameters that a unit before this one has are new objects since.
+            ignored_params={p for module in unit.without for p in module.parameters(recurse=False)},
+            **options,
+        )
     for name in {"evaluate", *task.entry_points}:
         register_fsdp_forward_method(task, name)
     return len(units)
@@ -140,17 +147,23 @@ def check_shardable(task: nn.Module, *, by_block: bool) -> None:
             )
 
 
-def _in_32_bits(whole: nn.Module, together: Iterable[nn.Module], taken: Collection[int]) -> list[Unit]:
-    """The units of the norms, and of the modules with `full_precision`, inside of a block or of the task.
+def _precise(whole: nn.Module) -> list[nn.Module]:
+    return [m for m in whole.modules() if isinstance(m, NORMS) or getattr(m, "full_precision", False)]
+
+
+def _groups_of_norms(task: nn.Module, together: Iterable[nn.Module]) -> list[Unit]:
+    """The units of what keeps 32 bits in a task that is one unit of fewer bits.
+
+    FSDP2 reduces the gradients of a group after the backward pass of the module that ran first in the forward pass.
+    This is the last backward pass of the group, whatever lies between its modules: of all operations that are ready,
+    autograd runs the one that ran last in the forward pass.
 
     Args:
-        whole: the block, or the task.
+        task: the task.
         together: modules of which each makes one unit of what it holds, in order of precedence. They run whole: FSDP2
             waits for the last module of a group. What none of them holds becomes units one by one.
-        taken: ids of the modules that are units already.
     """
-    named = [m for m in whole.modules() if isinstance(m, NORMS) or getattr(m, "full_precision", False)]
-    left = {id(m): m for m in named if id(m) not in taken and any(True for _ in m.parameters())}
+    left = {id(m): m for m in _precise(task) if any(True for _ in m.parameters())}
     groups = [[left.pop(id(m)) for m in holder.modules() if id(m) in left] for holder in together]
     groups = [group for group in groups if group] + [[module] for module in left.values()]
     return [Unit(group, None) for group in groups]

@@ -92,7 +92,7 @@ def test_tensors_that_the_first_rank_would_not_send(monkeypatch):
         ),
         (
             "openmoji_unet",
-            ["algorithms.x={name: compile, fullgraph: true}", "training.fsdp={}", BF16],
+            ["algorithms.x={name: compile, fullgraph: true}", "training.fsdp={wrap: model}", BF16],
             "training.fsdp gathers GroupNorm inside of a compiled module",
         ),
         (

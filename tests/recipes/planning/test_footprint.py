@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
 from torch import nn
 
 from data.cost import Cost
@@ -18,15 +17,13 @@ from recipes.planning.footprint import (
     shard_traffic,
 )
 
-REST = 7 if torch.__version__ < (2, 8) else 2 * 7  # bytes outside of blocks that FULL_SHARD gathers per pass
-
 
 class TwoLayers(nn.Module):
-    """A block of 12 parameters, and 20 others."""
+    """A block of 12 parameters and 4 of a norm, and 20 others."""
 
     def __init__(self):
         super().__init__()
-        self.block = nn.Linear(3, 3)
+        self.block = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(2))
         self.rest = nn.Linear(3, 5)
 
     def blocks(self):
@@ -44,10 +41,11 @@ def test_gradients_are_averaged_by_rows_of_shards_and_in_their_own_format():
 @pytest.mark.parametrize(
     ("algorithm", "precision", "wrap", "sizes"),
     [
-        (None, "fp32", "blocks", [4 * 12, 4 * 20]),
-        (None, "amp_bf16", "blocks", [2 * 12, 2 * 20]),
-        ("fp16", "fp32", "blocks", [2 * 12, 4 * 20]),  # blocks alone compute in fp16
-        ("fp16", "fp32", "model", [4 * 32]),
+        (None, "fp32", "blocks", [4 * 16, 4 * 20]),
+        (None, "amp_bf16", "blocks", [2 * 12, 4 * 24]),  # norms are gathered with what lies outside of blocks
+        (None, "amp_bf16", "model", [2 * 32 + 4 * 4]),
+        ("fp16", "fp32", "blocks", [2 * 12, 4 * 24]),
+        ("fp16", "fp32", "model", [4 * 36]),
     ],
 )
 def test_units_are_gathered_in_their_own_format(algorithm, precision, wrap, sizes):
@@ -67,8 +65,8 @@ def test_a_smaller_last_microbatch_is_one(microbatch, passes):
     [
         ("SHARD_GRAD_OP", "microbatch", 3 * 17, 3, 17),
         ("SHARD_GRAD_OP", "batch", 17, 1, 17),
-        ("FULL_SHARD", "microbatch", 3 * (2 * 10 + REST), 3, 2 * 4 + 7),
-        ("FULL_SHARD", "batch", 3 * (2 * 10 + REST), 1, 2 * 4 + 7),
+        ("FULL_SHARD", "microbatch", 3 * (2 * 10 + 7), 3, 2 * 4 + 7),
+        ("FULL_SHARD", "batch", 3 * (2 * 10 + 7), 1, 2 * 4 + 7),
     ],
 )
 def test_what_is_gathered_in_three_microbatches(strategy, sync, weights, gradients, at_once):

@@ -176,7 +176,10 @@ def test_memory_is_divided_as_the_setting_says(planner):
     assert found["FULL_SHARD", 128, False].memory.state == 16 * count / 16
     assert found["FULL_SHARD within machines", 128, False].memory.state == 16 * count / 8
     ddp, gathered = found["DDP", 128, False], found["SHARD_GRAD_OP", 128, False]
-    assert gathered.memory.working == 2 * count  # all weights in bf16
+    kinds = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
+    norms = {id(p) for m in planner.task.modules() if isinstance(m, kinds) for p in m.parameters()}
+    low = sum(p.numel() for block in planner.task.blocks() for p in block.parameters() if id(p) not in norms)
+    assert gathered.memory.working == 2 * low + 4 * (count - low)
     assert ddp.time.update == pytest.approx(UPDATE_BYTES * count / 0.8e12) == 16 * gathered.time.update
     again = found["DDP", 128, True]
     assert again.memory.activations < ddp.memory.activations
@@ -385,7 +388,11 @@ def test_gradients_are_averaged_by_block_where_nothing_is_divided(planner):
 
 
 def test_ways_in_which_a_block_would_not_be_one_graph_are_left_out(planner):
-    assert {run.division for run in compiled(planner, "fullgraph: true").runs(place_of(8))} == {"DDP"}
+    """FSDP gathers blocks in the midst of a network."""
+    whole = compiled(planner, "whole: true, fullgraph: true").runs(place_of(8))
+    assert {run.division for run in whole} == {"DDP"}
+    blocks = compiled(planner, "fullgraph: true").runs(place_of(8))
+    assert {run.division for run in blocks} == {"DDP", "SHARD_GRAD_OP", "FULL_SHARD"}
 
 
 def test_where_nothing_fits_the_report_says_what_does(planner):

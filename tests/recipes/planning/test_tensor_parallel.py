@@ -125,9 +125,9 @@ def test_the_dry_run_of_a_divided_sequence(monkeypatch):
     (line,) = [line for line in lines if line.startswith("within 8 tensor parallel devices")]
     stream, branches = 8 * 1024 * 3072, 144
     assert f"{3 * branches} all-gathers and {2 * branches} reduce-scatters of {size_text(2 * stream)}" in line
-    # 16 bits in branches, where tokens are predicted, and in the all-reduce of the divided table; 32 bits where the
+    # 16 bits in branches and where tokens are predicted; 32 bits in the all-reduce of the divided table and where the
     # stream begins; two numbers per token; gradients of gains and biases.
-    values = 2 * stream * (5 * branches + 2 + 2) + 4 * stream + 4 * 8 * 2 * 8 * 1024
+    values = 2 * stream * (5 * branches + 2) + 4 * stream * (2 + 1) + 4 * 8 * 2 * 8 * 1024
     values += 2 * 4 * 3072 * (2 * (branches + 1) + branches)
     assert f"each sends {size_text(7 / 8 * values)} per step" in line
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from composer import DataSpec, Trainer
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -24,7 +25,7 @@ from recipes.algorithms.modules.compile import (
     inductor_options,
     why_no_compiler,
 )
-from recipes.algorithms.sharding.shard import Unit
+from recipes.algorithms.sharding.shard import Unit, shard, units_of
 from recipes.engines.composer.model import ComposerTask
 from recipes.models.contrastive.task import ContrastiveText
 from recipes.models.dvae.task import DiscreteAutoencoder
@@ -44,6 +45,15 @@ class Block(nn.Module):
 
     def forward(self, x):
         return x + self.two(nn.functional.gelu(self.one(x)))
+
+
+class NormedBlock(Block):
+    def __init__(self, width):
+        super().__init__(width)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x):
+        return super().forward(self.norm(x))
 
 
 class Deep(Task):
@@ -311,6 +321,25 @@ def test_blocks_are_one_graph_each_under_ddp(one_rank, whole):
         DistributedDataParallel(task)({"x": torch.randn(2, 400), "y": torch.randn(2, 400)})["total"].backward()
     # One graph of the first block and one of the others, whose inputs have gradients; or two parts of the network.
     assert torch._dynamo.utils.counters["aot_autograd"]["total"] == 2
+
+
+@pytest.mark.parametrize("full_shard", [False, True])
+def test_blocks_with_norms_are_one_graph_each_under_fsdp(one_rank, full_shard):
+    """Norms are gathered in another format than the rest of a block, but without hooks inside of it."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    task, low = Deep(), torch.bfloat16
+    task.net = nn.Sequential(*(NormedBlock(6) for _ in range(3)))
+    lever = Compile(task, backend="aot_eager", fullgraph=True)
+    lever.check_units(units_of(task, parameters=low))
+    shard(task, init_device_mesh("cpu", (1,)), parameters=low, reshard_after_forward=full_shard)
+    lever.compile(FakeRun(task))
+    for _ in range(2):
+        with torch.autocast("cpu", low):
+            loss = task({"x": torch.randn(2, 6), "y": torch.randn(2, 6)})["total"]
+        loss.backward()
+    assert all(parameter.grad is not None for parameter in task.parameters())
+    assert torch._dynamo.utils.counters["aot_autograd"]["total"] == 2  # of the first block and of the others
 
 
 @needs_stub_gpu

@@ -113,9 +113,8 @@ def check_gradients(recipe_file: str, folder: Path) -> None:
     denoised = whole.denoise(batch["latents"], batch["timesteps"], batch["text"]).detach()
     largest = max(float(g.abs().max()) for g in wanted.values())
     near = {"rtol": 1e-8, "atol": 1e-10 * largest}
-    # Where parameters have a format of their own, the gradients of all but norms are summed in 32 bits.
+    # Where parameters have a format of their own, the gradients of these are summed in 32 bits.
     summed = {"rtol": 1e-4, "atol": 1e-6 * largest}
-    norms = tuple(f"{n}." for n, m in whole.named_modules() if isinstance(m, NORMS))
     for options, recomputed in MESH_OPTIONS:
         task = make_task(recipe).double()
         task.to(memory_format=torch.channels_last)
@@ -125,7 +124,10 @@ def check_gradients(recipe_file: str, folder: Path) -> None:
         assert len(again) == recomputed * len(task.recomputed_blocks())
         units = shard(task, init_device_mesh("cpu", (2,)), recomputed=again, **options)
         apart = "parameters" in options
-        assert units == 1 + options["by_block"] * len(task.blocks()) + apart * norm_units(task, again)
+        # The norms of a model that is one unit: those of each block, or of each part that is computed again, and the
+        # one at the end of the U-Net.
+        norms = 0 if options["by_block"] or not apart else len(again or task.blocks()) + 1
+        assert units == 1 + options["by_block"] * len(task.blocks()) + norms
         assert all(isinstance(p, DTensor) for p in task.parameters())
         size = sum(p.to_local().numel() for p in task.parameters()) / sum(p.numel() for p in task.parameters())
         assert 0.4 < size < 0.6
@@ -143,7 +145,7 @@ def check_gradients(recipe_file: str, folder: Path) -> None:
             dist.all_reduce(mean.detach_())
             torch.testing.assert_close(mean / 2, loss.detach(), **near)
             for name, gradient in gradients(task).items():
-                close = summed if apart and not name.startswith(norms) else near
+                close = summed if apart and name in own_format(task, options["by_block"]) else near
                 torch.testing.assert_close(gradient, wanted[name], **close, msg=lambda m, n=name: f"{n} {m}")
         # torch 2.7 names its arguments.
         made = [call.kwargs.get("output_tensor", *call.args[:1]) for call in gather.mock_calls]
@@ -155,18 +157,25 @@ def check_gradients(recipe_file: str, folder: Path) -> None:
 
 
 def check_traffic(task: LatentDiffusion, options: dict[str, object], gathered: int) -> None:
-    """The planner knows how many weights a pass gathers: of units that include norms, to the last one."""
+    """The planner knows to the last one how many weights a pass gathers."""
     fsdp = FSDP(strategy="FULL_SHARD" if options.get("reshard_after_forward") else "SHARD_GRAD_OP")
-    units = [sum(p.numel() for p in block.parameters()) for block in task.blocks()] * bool(options["by_block"])
+    parts = task.blocks() if options["by_block"] else []
+    apart = "parameters" in options
+    units = [sum(p.numel() for p in part.parameters()) - apart * norm_values(part) for part in parts]
     units.append(sum(p.numel() for p in task.parameters()) - sum(units))
     half, _ = shard_traffic(fsdp, Devices(2, 1), units, 0, 1)  # each of two ranks has half of the weights already
-    most = 0.02 * gathered if "parameters" in options else 0  # norms outside of blocks are a unit of their own there
-    assert abs(gathered - 2 * half) <= most, (options, gathered, 2 * half)
+    assert gathered == 2 * half, (options, gathered, 2 * half)
 
 
-def norm_units(task: LatentDiffusion, again: list[torch.nn.Module]) -> int:
-    """One for the norms of each block, or of each part that is computed again; and the one at the end of the U-Net."""
-    return len(again or task.blocks()) + 1
+def own_format(task: LatentDiffusion, by_block: bool) -> set[str]:
+    """Names of the parameters whose format `parameters` sets: those of blocks or of the whole task, without norms."""
+    norms = {id(p) for m in task.modules() if isinstance(m, NORMS) for p in m.parameters()}
+    parts = {id(p) for part in (task.blocks() if by_block else [task]) for p in part.parameters()}
+    return {name for name, p in task.named_parameters() if id(p) in parts - norms}
+
+
+def norm_values(part: torch.nn.Module) -> int:
+    return sum(p.numel() for m in part.modules() if isinstance(m, NORMS) for p in m.parameters())
 
 
 def check_low_precision(recipe_file: str, folder: Path) -> None:
@@ -187,7 +196,8 @@ def check_low_precision(recipe_file: str, folder: Path) -> None:
     seen: dict[str, torch.dtype] = {}
     units = shard(task, init_device_mesh("cpu", (2,)), parameters=torch.bfloat16)
     norms = [n for n, m in task.named_modules() if isinstance(m, torch.nn.GroupNorm | torch.nn.LayerNorm)]
-    assert units == 1 + len(task.blocks()) + norm_units(task, []) < len(norms)
+    assert units == 1 + len(task.blocks()) < len(norms)
+    low = own_format(task, by_block=True)
     for name, module in task.named_modules():
         if isinstance(getattr(module, "weight", None), torch.nn.Parameter):
             module.register_forward_pre_hook(lambda m, _, name=name: seen.__setitem__(name, m.weight.dtype))
@@ -198,7 +208,7 @@ def check_low_precision(recipe_file: str, folder: Path) -> None:
     assert task.given == torch.float32 and {call.kwargs["input"].dtype for call in reduce.mock_calls} == {torch.float32}
     assert seen.keys() >= set(norms)
     for name, dtype in seen.items():
-        assert dtype == (torch.float32 if name in norms else torch.bfloat16), (name, dtype)
+        assert dtype == (torch.bfloat16 if f"{name}.weight" in low else torch.float32), (name, dtype)
     assert mean.dtype == torch.float32
     for name, parameter in task.named_parameters():
         assert parameter.dtype == parameter.grad.dtype == torch.float32, name
@@ -222,8 +232,8 @@ def check_units(recipe_file: str, folder: Path) -> None:
     norms = sum(isinstance(m, NORMS) for m in task.modules())
     assert norms == 109, norms
     units = shard(task, init_device_mesh("cpu", (2,)), parameters=torch.bfloat16)
-    # Four levels on the way down, the middle, four on the way up; the rest; the norms of each; the last norm.
-    assert units == 9 + 1 + 9 + 1
+    # Four levels on the way down, the middle, four on the way up; the rest.
+    assert units == 9 + 1
 
 
 def check_contrastive(folder: Path) -> None:
