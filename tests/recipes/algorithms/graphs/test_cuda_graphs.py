@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from recipes.algorithms.graphs.block_graphs import with_own_memory
+from recipes.algorithms.graphs.block_graphs import WARM_UPS, with_own_memory
 from recipes.algorithms.graphs.cuda_graphs import CudaGraphs
 from recipes.config.recipe import Recipe, load_config, to_yaml
+from recipes.models.kernels.device_graph import is_for_graph
 from tests.recipes.algorithms.graphs.emulated import emulate
 from tests.recipes.engines.recording import record
 from tests.recipes.engines.shipped import small
@@ -124,6 +125,16 @@ def test_training_is_the_same(whole, cast):
     assert all(forward.called for forward in lever.forwards) and len(lever.forwards) == (1 if whole else 3)
     assert [b.calls.item() for b in net.inner] == [b.calls.item() for b in plain.inner]
     assert all(block.unused.grad is None for block in net.inner)
+
+
+def test_what_is_captured_knows_it(monkeypatch):
+    """Kernels are then chosen by the GPU's time alone. Calls of other shapes, and validation, are not captured."""
+    net, seen = Net(), []
+    plain = Block.forward
+    monkeypatch.setattr(Block, "forward", lambda *a, **k: seen.append(is_for_graph()) or plain(*a, **k))
+    trained(net, CudaGraphs(net), passes=(2,), sizes=(4, 2))
+    tries = (WARM_UPS + 1) * [True]  # the last one is captured
+    assert seen == [*3 * tries, *3 * [False]]
 
 
 def test_other_shapes_run_without(capsys):
