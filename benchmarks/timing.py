@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from recipes.engines.precision import allow_tf32
+from recipes.models.kernels.devices import hold
 
 STEPS = 5  # that the GPU is given at once
-MOST_CYCLES = 2e9  # per second, of any GPU so far
 
 
 def training_device() -> torch.device:
@@ -72,7 +72,7 @@ def gpu_seconds(step: Callable[[], Any]) -> float:
     host = time.perf_counter() - began
     torch.cuda.synchronize()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(int(1.5 * host * MOST_CYCLES))
+    hold(1.5 * host)
     start.record()
     for _ in range(STEPS):
         step()

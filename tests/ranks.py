@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 from unittest import mock
@@ -35,6 +35,10 @@ from benchmarks.gpu_run.forks import WITHOUT_CUDA
 
 ROOT = Path(__file__).resolve().parents[1]
 ADDRESS = "TESTS_RANKS_SERVER"  # environment variable that workers have
+COLLECTIVES = (
+    ("all_reduce", "broadcast", "reduce", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all_single")
+    + ("all_gather_into_tensor", "reduce_scatter_tensor")
+)
 LAUNCHERS_OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -307,6 +311,7 @@ def _become(rank: int, request: dict, port: int) -> None:
     do_not_wait_for_disks()
     if size > 1:
         _share_groups()
+        _refuse_what_nccl_refuses()
     sys.argv = request["words"]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
@@ -334,6 +339,32 @@ def _share_groups() -> None:
         return made[key]
 
     device_mesh.new_group = distributed_c10d.new_group = former_or_new
+
+
+def _refuse_what_nccl_refuses() -> None:
+    """Collectives take contiguous tensors alone, as on GPUs: gloo takes any."""
+    import torch
+    from torch import distributed
+    from torch.utils._pytree import tree_leaves
+
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+    def checked(collective: Callable[..., object]) -> Callable[..., object]:
+        @functools.wraps(collective)
+        def call(*arguments: object, **options: object) -> object:
+            for tensor in tree_leaves((arguments, options)):
+                if isinstance(tensor, torch.Tensor) and not tensor.is_contiguous():
+                    other = formats.get(tensor.dim())
+                    if other is None or not tensor.is_contiguous(memory_format=other):
+                        raise ValueError(f"{collective.__name__}: tensors must be contiguous")
+            return collective(*arguments, **options)
+
+        return call
+
+    for name in COLLECTIVES:
+        collective = checked(getattr(distributed, name))
+        setattr(distributed, name, collective)
+        setattr(distributed.distributed_c10d, name, collective)
 
 
 if __name__ == "__main__":

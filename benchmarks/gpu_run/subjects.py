@@ -90,6 +90,7 @@ SUBJECTS = {
             "microbatches of 64": ("training.microbatch=64",),
             "microbatches of 256": ("training.microbatch=256",),
             "attention without cuDNN": ("algorithms.attention={name: attention, implementation: flash}",),
+            "fused norms of all shapes": ("algorithms.fused_group_norm={name: fused_group_norm, when: always}",),
             **COMPILED,
             "CUDA graphs": GRAPHS,
         },

@@ -11,7 +11,7 @@ import torch
 from torch.autograd import DeviceType
 
 from benchmarks import adam16, gpu
-from benchmarks.gpu_run import device, encode_job, numbers, operators, suite, trained
+from benchmarks.gpu_run import device, encode_job, encoding, numbers, operators, suite, trained
 from benchmarks.gpu_run.context import Context, benchmark
 from benchmarks.gpu_run.items import FAMILIES, Item
 from benchmarks.gpu_run.numbers import SameDraws
@@ -27,11 +27,22 @@ from benchmarks.gpu_run.subjects import (
     single_changes,
     why_not_compared,
 )
+from benchmarks.random_encoders import VAES
+from precompute.config import EncodeConfig
 from recipes.algorithms.sixteen_bit import adam16 as optimizer
 from recipes.config.recipe import load_config
 from recipes.models.autoregressive.flex import SHORTEST
 
 pytest_plugins = ["pytester"]
+
+
+@pytest.mark.parametrize(("resolution", "recipe"), [(256, "sd2_encode"), (512, "sd2_encode_512")])
+def test_encoding_as_shipped_has_the_batch_of_the_recipe(resolution, recipe):
+    """And no feature map that 32-bit indices do not reach."""
+    shipped = load_config(gpu.ROOT / "yamls" / f"{recipe}.yaml", [], EncodeConfig, [])
+    assert shipped.resolutions == [resolution]
+    assert encoding.options(resolution, small=False)[SHIPPED] == (shipped.batch, {})
+    assert shipped.batch * VAES["sd2"]["block_out_channels"][0] * resolution**2 < 2**31
 
 
 def test_steps_in_this_process(tmp_path, unprepared, capsys):

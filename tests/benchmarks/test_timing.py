@@ -1,11 +1,13 @@
 """What benchmarks that time the GPU must say first: whether float32 products and convolutions are computed in TF32."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import powersgd_cost, reporting, timing
+from tests.pretended_gpu import PretendedGPU
 
 ROOT = Path(__file__).resolve().parents[2]
 SAYS = (
@@ -75,46 +77,10 @@ def test_alternatives_take_turns_after_two_rounds_that_do_not_count(monkeypatch)
     assert order == ["a", "b"] * 5
 
 
-class PretendedGPU:
-    """A GPU, and the host's clock: launches take the host some time, and the GPU works on them one after the other."""
-
-    def __init__(self, launch, work):
-        self.launch, self.work = launch, work
-        self.host = self.free = 0.0  # the host's time, and when the GPU has done all that it was given
-
-    def step(self):
-        self.host += self.launch
-        self.free = max(self.free, self.host) + self.work
-
-    def _sleep(self, cycles):
-        self.free = max(self.free, self.host) + cycles / timing.MOST_CYCLES
-
-    def synchronize(self):
-        self.host = max(self.host, self.free)
-
-    def Event(self, enable_timing):
-        return PretendedEvent(self)
-
-
-class PretendedEvent:
-    def __init__(self, gpu):
-        self.gpu = gpu
-
-    def record(self):
-        self.time = max(self.gpu.free, self.gpu.host)
-
-    def synchronize(self):
-        self.gpu.synchronize()
-
-    def elapsed_time(self, end):
-        return 1e3 * (end.time - self.time)
-
-
 @pytest.mark.parametrize(("launch", "work"), [(1e-4, 2e-5), (1e-4, 1e-4), (1e-5, 3e-3)])
 def test_time_of_the_gpu_is_without_that_of_launches(launch, work, monkeypatch):
-    gpu = PretendedGPU(launch, work)
-    for name in ("_sleep", "synchronize", "Event"):
-        monkeypatch.setattr(torch.cuda, name, getattr(gpu, name))
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: gpu.host)
-    assert timing.gpu_seconds(gpu.step) == pytest.approx(work, rel=1e-6)
-    assert timing.milliseconds(gpu.step, 0.0, torch.device("cuda")) == pytest.approx(1e3 * work, rel=1e-6)
+    gpu = PretendedGPU()
+    gpu.install(monkeypatch, timing)
+    step = partial(gpu.run, launch, work)
+    assert timing.gpu_seconds(step) == pytest.approx(work, rel=1e-6)
+    assert timing.milliseconds(step, 0.0, torch.device("cuda")) == pytest.approx(1e3 * work, rel=1e-6)

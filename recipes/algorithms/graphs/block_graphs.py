@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from recipes.algorithms.graphs.fixed_memory import GraphMemory, Inputs
-from recipes.models.kernels.device_graph import DeviceGraph
+from recipes.models.kernels.device_graph import DeviceGraph, for_graph
 
 WARM_UPS = 3  # what a first pass changes, such as a count of a hook, may let a second one be compiled once more
 
@@ -88,10 +88,11 @@ class BlockGraphs:
         fixed = zip(self.inputs.fixed, call.arguments.tensors, strict=True)
         self.leaves = [values.detach().requires_grad_(tensor.requires_grad) for values, tensor in fixed]
         self.parameters = [p for p in module.parameters() if p.requires_grad]
-        self._warm_up(module)
         self.forward_graph = DeviceGraph(memory.pool)
-        with call.autocast(), self.forward_graph.capture():
-            self.recorded = self._forward()
+        with for_graph():
+            self._warm_up(module)
+            with call.autocast(), self.forward_graph.capture():
+                self.recorded = self._forward()
         self.outputs = [output.detach() for output in self.recorded.tensors]
         self.follows = [output.requires_grad for output in self.recorded.tensors]
         self.backward_graph: DeviceGraph | None = None

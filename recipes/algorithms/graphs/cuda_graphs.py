@@ -96,7 +96,7 @@ class CudaGraphs(Lever):
             log.info("cuda_graphs: not used, there is no GPU")
             return
         check_shared(self.task, self.modules)
-        self.memory = GraphMemory(memory_pool())
+        self.memory = GraphMemory(memory_pool)
         self.forwards = [GraphedForward(module, self.memory) for module in self.modules]
         for module, forward in zip(self.modules, self.forwards, strict=True):
             module.forward = forward
@@ -139,7 +139,7 @@ class CudaGraphs(Lever):
     def _clear(self) -> None:
         if self.addresses:
             log.info("cuda_graphs: parameters have other addresses than before; blocks are captured again")
-        self.memory = GraphMemory(memory_pool())
+        self.memory = GraphMemory(memory_pool)
         for forward in self.forwards:
             forward.clear(self.memory)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,18 +16,32 @@ class GraphMemory:
     there: nothing is copied from one graph to the next, and an input of several graphs, such as the text in a denoiser,
     is copied once.
 
-    Attributes:
-        pool: of `recipes.models.kernels.device_graph.memory_pool`.
+    Graphs of one microbatch are captured in the order in which they run, and may use memory that others have left.
+    A block that runs in a later microbatch for the first time must not: its graphs would write to what blocks before it
+    have kept for their backward passes, which had left this memory when they were captured.
     """
 
-    def __init__(self, pool: Any) -> None:
-        self.pool = pool
+    def __init__(self, new_pool: Callable[[], Any]) -> None:
+        """
+        Args:
+            new_pool: `recipes.models.kernels.device_graph.memory_pool`.
+        """
+        self._new_pool = new_pool
+        self._pool: Any = None
         # id -> the tensor, which is kept so that nothing else gets its id; its version; its values in fixed memory
         self._known: dict[int, tuple[Tensor, int, Tensor]] = {}
+
+    @property
+    def pool(self) -> Any:
+        """The pool of the graphs that are captured in this microbatch."""
+        if self._pool is None:
+            self._pool = self._new_pool()
+        return self._pool
 
     def forget(self) -> None:
         """A microbatch begins or has ended."""
         self._known.clear()
+        self._pool = None
 
     def add(self, tensor: Tensor, fixed: Tensor) -> None:
         """`fixed` holds the values of `tensor` until the end of this microbatch."""

@@ -20,8 +20,9 @@ class FusedGroupNorms(Lever):
         """See `fuse_group_norms`.
 
         Args:
-            when: auto times each new shape once against eager PyTorch and uses the faster one; on a CPU it leaves the
-                model unchanged. always does not depend on timings, so runs repeat exactly.
+            when: auto times each new shape once against eager PyTorch and uses the faster one, with `cuda_graphs` by
+                the GPU's own time; on a CPU it leaves the model unchanged. always does not depend on timings, so runs
+                repeat exactly.
         """
         self.task = task
         self.when = when
@@ -51,7 +52,8 @@ class FusedGroupNorms(Lever):
         for case, times in TIMES.items():
             shape = "x".join(str(size) for size in case.shape)
             taken = "fused" if times.fused_wins else "PyTorch's"
-            log.info(f"fused_group_norm: {shape} {times.fused:.3f} ms, PyTorch {times.plain:.3f} ms: {taken}")
+            where = " in graphs" * case.graphed
+            log.info(f"fused_group_norm: {shape}{where} {times.fused:.3f} ms, PyTorch {times.plain:.3f} ms: {taken}")
         if not TIMES:
             log.info("fused_group_norm: not used, no norm had a channels_last input; add channels_last")
         run.log_settings({"fused_group_norm_shapes": sum(times.fused_wins for times in TIMES.values())})

@@ -238,7 +238,8 @@ class LowRank:
 
         Every rank of the group must call it.
         """
-        sums = [self.buffer.decode(error).clone() for error in state.errors]
+        # NCCL takes contiguous tensors, and errors have the strides of their gradient, whose matrix may be a transpose.
+        sums = [self.buffer.decode(error).clone(memory_format=torch.contiguous_format) for error in state.errors]
         for total in sums:
             dist.all_reduce(total, group=group)
         return sums

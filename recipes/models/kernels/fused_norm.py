@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import statistics
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from recipes.models.kernels.device_graph import is_for_graph
+from recipes.models.kernels.devices import hold
 from recipes.models.kernels.group_norm_silu import DTYPES, INTERPRETED, group_norm_silu
 
 WARM_UP, REPEATS = 3, 11
@@ -72,7 +75,8 @@ def _fused_class(plain: type[nn.GroupNorm]) -> type[FusedGroupNorm]:
 
 @dataclass(frozen=True)
 class Case:
-    """What a norm's time depends on: class, shape (N, C, H, W), groups, dtypes of input and output, autocast, SiLU."""
+    """What a norm's time depends on: class, shape (N, C, H, W), groups, dtypes of input and output, autocast, SiLU, and
+    whether a CUDA graph launches it."""
 
     plain: type[nn.GroupNorm]
     shape: tuple[int, ...]
@@ -81,6 +85,7 @@ class Case:
     out: torch.dtype
     autocast: bool
     silu: bool
+    graphed: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,7 @@ def is_faster(*values: Any) -> bool:
     The kernel is compared with PyTorch's eager kernels, even if the network is compiled: the compiler calls this
     function while it traces, with plain values only.
     """
-    case = Case(*values)
+    case = Case(*values, graphed=is_for_graph())
     if case not in TIMES:
         # A new thread has neither the caller's autocast and gradient mode, nor the hooks of activation checkpointing,
         # which would count the tensors saved here.
@@ -146,7 +151,7 @@ def measure(case: Case, device: torch.device) -> Times:
             fuse(norm, case.silu, measured=False)
         steps[name] = _step(norm, x, dy, case, silu=case.silu and name == "plain")
     with torch.autocast(device.type, dtype=case.out, enabled=case.autocast):
-        return Times(**_interleaved(steps))
+        return Times(**_interleaved(steps, case.graphed))
 
 
 def _step(norm: nn.Module, x: Tensor, dy: Tensor, case: Case, silu: bool) -> Callable[[], None]:
@@ -160,19 +165,29 @@ def _step(norm: nn.Module, x: Tensor, dy: Tensor, case: Case, silu: bool) -> Cal
     return step
 
 
-def _interleaved(steps: dict[str, Callable[[], None]]) -> dict[str, float]:
+def _interleaved(steps: dict[str, Callable[[], None]], graphed: bool) -> dict[str, float]:
     """Median milliseconds of each step. Steps take turns, so that a change of clock rates affects all of them.
 
     Where the host takes longer for the launches than the GPU for the work, as on small grids, its time counts: in a run
-    that waits for the host it is what the norm costs, and in another one both ways take the GPU little.
+    that waits for the host it is what the norm costs, and in another one both ways take the GPU little. A CUDA graph
+    launches a norm without the host, and with the few samples for which graphs are meant, all grids are small: then the
+    GPU's own time is measured.
     """
     for step in steps.values():
         for _ in range(WARM_UP):
             step()
+    if graphed:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for step in steps.values():
+            step()
+        launches = time.perf_counter() - began
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in steps}
     for _ in range(REPEATS):
         for name, step in steps.items():
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            if graphed:
+                hold(1.5 * launches)
             start.record()
             step()
             end.record()

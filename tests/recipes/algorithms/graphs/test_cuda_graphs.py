@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from recipes.algorithms.graphs.block_graphs import with_own_memory
+from recipes.algorithms.graphs import block_graphs, cuda_graphs
+from recipes.algorithms.graphs.block_graphs import WARM_UPS, with_own_memory
 from recipes.algorithms.graphs.cuda_graphs import CudaGraphs
 from recipes.config.recipe import Recipe, load_config, to_yaml
-from tests.recipes.algorithms.graphs.emulated import emulate
+from recipes.models.kernels.device_graph import is_for_graph
+from tests.recipes.algorithms.graphs.emulated import EmulatedGraph, emulate
 from tests.recipes.engines.recording import record
 from tests.recipes.engines.shipped import small
 from tests.recipes.training.fake_run import FakeRun
@@ -124,6 +126,57 @@ def test_training_is_the_same(whole, cast):
     assert all(forward.called for forward in lever.forwards) and len(lever.forwards) == (1 if whole else 3)
     assert [b.calls.item() for b in net.inner] == [b.calls.item() for b in plain.inner]
     assert all(block.unused.grad is None for block in net.inner)
+
+
+def test_what_is_captured_knows_it(monkeypatch):
+    """Kernels are then chosen by the GPU's time alone. Calls of other shapes, and validation, are not captured."""
+    net, seen = Net(), []
+    plain = Block.forward
+    monkeypatch.setattr(Block, "forward", lambda *a, **k: seen.append(is_for_graph()) or plain(*a, **k))
+    trained(net, CudaGraphs(net), passes=(2,), sizes=(4, 2))
+    tries = (WARM_UPS + 1) * [True]  # the last one is captured
+    assert seen == [*3 * tries, *3 * [False]]
+
+
+def test_graphs_of_a_later_microbatch_have_memory_of_their_own(monkeypatch):
+    """Those of the first one have left memory that they use again when they run: between the passes of the others."""
+    pools = []
+
+    class Known(EmulatedGraph):
+        def __init__(self, pool):
+            super().__init__(pool)
+            pools.append(pool)
+
+    class Longer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.inner = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
+            self.depth = 1
+
+        def blocks(self):
+            return list(self.inner)
+
+        def forward(self, x):
+            for block in self.inner[: self.depth]:
+                x = x + block(x)
+            return x
+
+    monkeypatch.setattr(block_graphs, "DeviceGraph", Known)
+    monkeypatch.setattr(cuda_graphs, "memory_pool", object)
+    net = Longer()
+    plain, lever, run = copy.deepcopy(net), CudaGraphs(net), FakeRun(net)
+    lever.begin(run)
+    for net.depth in (1, 2, 2):
+        plain.depth, x = net.depth, torch.randn(4, 6)
+        lever.before_forward(run)
+        net(x).square().sum().backward()
+        plain(x).square().sum().backward()
+        lever.after_backward(run)
+    forward, backward, *later = pools
+    assert forward is backward and len(later) == 2 and later[0] is later[1] is not forward
+    for one, other in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
 
 
 def test_other_shapes_run_without(capsys):

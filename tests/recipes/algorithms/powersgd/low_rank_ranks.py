@@ -45,7 +45,7 @@ def new(rank, shapes=SHAPES, dtype=torch.float32, **arguments):
 
 def same_everywhere(tensors):
     for tensor in tensors:
-        first = tensor.detach().clone()
+        first = tensor.detach().clone(memory_format=torch.contiguous_format)
         dist.broadcast(first, 0)
         assert torch.equal(first, tensor)
 
@@ -253,7 +253,7 @@ def check_nonfinite_gradient():
         assert all(torch.isfinite(e).all() for e in decoded(compressor, state))
         # The bad matrix took no part: the sum of what is left is that of the errors and the other three gradients.
         left = compressor.summed_errors(state, dist.group.WORLD)
-        total = before[1].clone()
+        total = before[1].clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total)
         total += sum(as_matrix(gradients(1, rank)[1]) for rank in (0, 1, 3)) / 4
         assert (left[1] + as_matrix(given[1]) - total).abs().max() < 5e-3 * total.abs().max()

@@ -1,6 +1,9 @@
 """GroupNorm and SiLU by Triton: by its compiler for Hopper and on a GPU. `norms_interpreted.py` runs the kernels on the
 CPU."""
 
+from contextlib import nullcontext
+from functools import partial
+
 import pytest
 import torch
 import triton
@@ -8,9 +11,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from recipes.models.kernels import fused_norm, group_norm_kernels
-from recipes.models.kernels.fused_norm import Case
+from recipes.models.kernels.device_graph import for_graph
+from recipes.models.kernels.fused_norm import Case, Times
 from recipes.models.kernels.group_norm_kernels import SPLITS, make_plan
 from recipes.models.kernels.group_norm_silu import group_norm_silu
+from tests.pretended_gpu import PretendedGPU
 from tests.recipes.models.kernels.plain import reference
 
 # (N, C, rows, G): SD2's at 256 and 512 pixels, and odd ones.
@@ -92,6 +97,33 @@ def test_what_the_kernels_do_not_take_is_said():
         group_norm_silu(x, weight, weight, 2)
 
 
+@pytest.mark.parametrize("graphed", [False, True])
+def test_in_a_graph_the_time_of_launches_does_not_count(graphed, monkeypatch):
+    """On a small grid, the kernel takes the host longer to launch, and the GPU a third of the time."""
+    gpu = PretendedGPU()
+    gpu.install(monkeypatch, fused_norm)
+    steps = {"fused": partial(gpu.run, 4e-4, 3e-5), "plain": partial(gpu.run, 2e-4, 9e-5)}
+    times = Times(**fused_norm._interleaved(steps, graphed))
+    assert times.fused_wins == graphed
+    if graphed:
+        assert (times.fused, times.plain) == pytest.approx((0.03, 0.09))
+
+
+def test_a_norm_is_measured_for_graphs_by_itself(monkeypatch):
+    """The same shape runs without graphs, too, as in a search for a microbatch."""
+    measured = []
+    monkeypatch.setattr(fused_norm, "TIMES", {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(fused_norm, "measure", lambda case, _: measured.append(case) or Times(1.0, 2.0))
+    values = (torch.nn.GroupNorm, (8, 64, 16, 16), 32, torch.bfloat16, torch.bfloat16, True, True)
+    for _ in range(2):
+        fused_norm.is_faster(*values)
+        with for_graph():
+            fused_norm.is_faster(*values)
+    assert measured == [Case(*values), Case(*values, graphed=True)]
+
+
 @pytest.mark.gpu
 @without_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -115,12 +147,13 @@ def test_on_a_gpu(shape, groups, silu, dtype):
 
 @pytest.mark.gpu
 @without_gpu
-def test_measuring_on_a_gpu_leaves_the_random_numbers_alone():
+@pytest.mark.parametrize("graphed", [False, True])
+def test_measuring_on_a_gpu_leaves_the_random_numbers_alone(graphed):
     before = torch.cuda.get_rng_state()
     values = (torch.nn.GroupNorm, (8, 64, 16, 16), 32, torch.bfloat16, torch.bfloat16, True, True)
-    with torch.no_grad():
+    with torch.no_grad(), for_graph() if graphed else nullcontext():
         fused_norm.is_faster(*values)
-    times = fused_norm.TIMES[Case(*values)]
+    times = fused_norm.TIMES[Case(*values, graphed=graphed)]
     assert 0 < times.fused < 1000 and 0 < times.plain < 1000
     assert torch.equal(before, torch.cuda.get_rng_state())
 
