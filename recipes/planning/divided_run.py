@@ -21,6 +21,7 @@ from recipes.planning.pass_memory import Passes
 from recipes.planning.step_time import (
     BY_BLOCK,
     BY_DDP,
+    BY_UNIT,
     LAUNCH,
     UPDATE_BYTES,
     StepTime,
@@ -224,13 +225,16 @@ class DividedRun:
         within, between = self.sent(math.ceil(passes))
         messages = message_seconds(within, between, devices, cluster.machine, cluster.device, cluster.shares)
         operations = passes * sum(1 for _ in trace.executed(recompute))
-        host = LAUNCH * operations * share_of_launches(self.recipe.algorithms) + self.averaging()
+        host = LAUNCH * operations * share_of_launches(self.recipe.algorithms) + self.averaging(passes)
         parts = passes * compute, passes * traffic, update, passes * gaps, messages, host
         return StepTime(*parts, exposed=self.exposed(passes, recompute))
 
-    def averaging(self) -> float:
-        """Seconds of the host for the averaging of gradients over whole copies of the model."""
-        if self.recipe.training.fsdp is not None or self.devices.replicas == 1:
+    def averaging(self, passes: float) -> float:
+        """Seconds of the host for the averaging of gradients over whole copies of the model, or for FSDP's units."""
+        fsdp = self.recipe.training.fsdp
+        if fsdp is not None:
+            return passes * len(self.gathered) * BY_UNIT[fsdp.strategy]
+        if self.devices.replicas == 1:
             return 0.0
         by_block = any(lever.name == "block_all_reduce" for lever in self.recipe.algorithms.values())
         return (BY_BLOCK if by_block else BY_DDP) * sum(p.requires_grad for p in self.task.parameters())

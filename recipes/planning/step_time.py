@@ -14,14 +14,17 @@ from recipes.planning.gpus import Device, Shares
 from recipes.planning.trace import Trace
 
 # Seconds of the host per operation of a trace, which are 1.6 to 1.8 launches each: autocast casts, and levers replace
-# operations. The median of a run of benchmarks/host.py on one core, whose rows had 15 (transformer) to 46.
+# operations. Between the rows of benchmarks/host.py, on one core: those of the transformer take less.
 LAUNCH = 33e-6
 # Shares of these seconds that CUDA graphs of `compile` and of `cuda_graphs` leave there.
-COMPILED, CAPTURED = 0.25, 0.1
+COMPILED, CAPTURED = 0.27, 0.12
 # Seconds of the host per parameter whose gradient is averaged over whole copies of the model: what rows under Lightning
-# of `benchmarks/host.py --averaging` take longer than those of `benchmarks/host.py`. Under DDP 15 without CUDA graphs,
-# and 6 with those of torch.compile.
-BY_DDP, BY_BLOCK = 15e-6, 3e-6
+# of `benchmarks/host.py --averaging` take longer than those without averaging. Under DDP 10 without CUDA graphs, and 6
+# with those of torch.compile.
+BY_DDP, BY_BLOCK = 10e-6, 1e-6
+# Seconds of the host per unit of FSDP and microbatch, for its hooks and collectives: what the rows with FSDP of
+# `benchmarks/host.py` take longer than those without.
+BY_UNIT = {"SHARD_GRAD_OP": 1.4e-3, "FULL_SHARD": 1.9e-3}
 # Bytes per trained value that an update moves: weight, gradient and two moments are read, and all but the gradient
 # written.
 UPDATE_BYTES = 28
