@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -38,8 +40,21 @@ class Features:
     @torch.no_grad()
     def __call__(self, pictures: np.ndarray) -> dict[str, np.ndarray]:
         """`features` (N, D) float32 of pictures (N, H, W, 3) uint8; `logits` (N, K) if it has classes."""
-        parts = [self.network(pictures[start : start + BATCH]) for start in range(0, len(pictures), BATCH)]
+        with _without_tf32():
+            parts = [self.network(pictures[start : start + BATCH]) for start in range(0, len(pictures), BATCH)]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+@contextmanager
+def _without_tf32() -> Iterator[None]:
+    """Compute fp32 in fp32 on any device: neither training, which allows TF32, nor the kind of GPU changes features."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32
+    matmul.allow_tf32 = cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32 = before
 
 
 def build_extractor(
