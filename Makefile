@@ -35,6 +35,11 @@ install:  ## create the environment from the lock; does nothing if it is complet
 	if [ "$$want" = "$$(cat $(STAMP) 2>/dev/null || true)" ] && $(BIN)/python -c '' 2>/dev/null; then \
 	    echo "install: $(VENV) is complete"; exit 0; \
 	fi; \
+	if [ $(TORCH) = 2.7 ] && [ "$$(uname -m)" != x86_64 ]; then \
+	    echo "install: $(LOCK) has packages without wheels for this machine ($$(uname -m))." \
+	        "Give TORCH=2.11 to every make command" >&2; \
+	    exit 1; \
+	fi; \
 	$(find_python); \
 	echo "install: $(VENV), $$("$$python" -V), $$(wc -l < $(LOCK)) packages of $(LOCK), about 7 GB"; \
 	rm -rf $(VENV); \

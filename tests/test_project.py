@@ -148,6 +148,20 @@ def test_make_says_which_python_is_missing(tmp_path):
     assert not (tmp_path / ".venv").exists()
 
 
+@pytest.mark.parametrize(("torch", "message"), [("2.7", "Give TORCH=2.11"), ("2.11", "needs Python 3.11")])
+def test_make_names_the_lock_that_arm_machines_can_install(tmp_path, monkeypatch, torch, message):
+    for name in ("Makefile", *LOCKS):
+        shutil.copy(ROOT / name, tmp_path)
+    uname = tmp_path / "bin" / "uname"
+    uname.parent.mkdir()
+    uname.write_text("#!/bin/sh\necho aarch64\n")
+    uname.chmod(0o755)
+    monkeypatch.setenv("PATH", str(uname.parent), prepend=os.pathsep)
+    result = make("-C", str(tmp_path), "install", "PYTHON=no-such-python", f"TORCH={torch}")
+    assert result.returncode != 0
+    assert message in result.stderr
+
+
 def test_licence_is_apache_2():
     text = (ROOT / "LICENSE").read_bytes().strip()
     digest = hashlib.sha256(text).hexdigest()
