@@ -10,7 +10,8 @@ import subprocess
 import pytest
 import yaml
 
-from cluster.submit import main, read_arguments, text_of
+from cluster.command_line import read_arguments
+from cluster.submit import main, text_of
 
 TRAIN = "yamls/sd2_base.yaml"
 ENCODE = "yamls/sd2_encode.yaml"
@@ -19,7 +20,7 @@ CLOUD = ["--image", "registry/x:1", "--claim", "runs"]
 
 
 def made(*arguments):
-    return text_of(read_arguments(list(arguments)), shlex.join(arguments))
+    return text_of(read_arguments(list(arguments), ""), shlex.join(arguments))
 
 
 def directives(script):
