@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from diffusers import StableDiffusionPipeline
 from safetensors.torch import load_file, save_file
 
+import callbacks.export
 from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.engines.conversion import convert
 from recipes.engines.lightning.checkpoint_format import read_file
@@ -427,11 +428,34 @@ def test_data_and_encoders_that_have_gone(small_recipe, tmp_path, latent_sets, c
     save_file(tensors, data / "text_encoder" / "open_clip_model.safetensors")
     for layout in ("diffusers", "native"):
         error = refuse(capsys, path, out, "--data", data, "--layout", layout)
-        assert "are not those that encoded the set" in error
+        assert f"the weights of {data / 'text_encoder'} (penultimate layer) are not those that encoded the set" in error
     # Without the data, unless the run's own export is there.
     shutil.rmtree(data)
     assert "--data FOLDER" in refuse(capsys, path, tmp_path / "again")
     assert (out / "model_index.json").is_file()  # what was there has stayed
+
+
+def test_encoders_that_were_trained_again(small_recipe, tmp_path, latent_sets, vae_folder, capsys):
+    """The run's own export has copies of those that encoded the set."""
+    data, vae, out = tmp_path / "data", tmp_path / "vae", tmp_path / "out"
+    shutil.copytree(latent_sets / "train", data)
+    shutil.copytree(vae_folder, vae)
+    manifest = json.loads((data / "manifest.json").read_text())
+    manifest["image_encoder"]["component"]["path"] = str(vae)
+    (data / "manifest.json").write_text(json.dumps(manifest))
+    recipe = small_recipe(tmp_path / "run", f"data.streams.train.path={data}")
+    path, task = a_run(recipe, average=False)
+    loading, _ = training_data(recipe, task.requirements(), tmp_path / "run" / "export", None)
+    callbacks.export.export(
+        task, loading, tmp_path / "run" / "export", {"run_name": "run", "batches": 5}, complete=True
+    )
+    file = vae / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    tensors["decoder.conv_out.bias"] += 1
+    save_file(tensors, file)
+    export(path, out, "--layout", "native")
+    assert (out / "image_encoder" / file.name).read_bytes() == (vae_folder / file.name).read_bytes()
+    assert f"the weights of {vae} are not those that encoded the set" in refuse(capsys, path, out, "--data", data)
 
 
 def test_a_store_that_cannot_be_reached(small_recipe, tmp_path, latent_sets, capsys):
