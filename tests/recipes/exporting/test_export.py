@@ -27,6 +27,7 @@ from recipes.exporting.checkpoints import find_checkpoint, read_checkpoint
 from recipes.exporting.native import training_data
 from recipes.generation.exports import draw, find_export, load_pipeline
 from recipes.models.language.task import load_language
+from recipes.models.latent_diffusion import diffusers_pipeline
 from recipes.models.latent_diffusion.unet import UNet
 from tests.disks import fill, read_only, small_disk
 from tests.recipes.errors import last_error
@@ -364,7 +365,7 @@ def test_the_next_export_removes_what_a_killed_one_has_left(exported, tmp_path, 
     assert list(tmp_path.iterdir()) == [out] and not [path for path in out.iterdir() if path.name.startswith(".")]
 
 
-def test_what_cannot_be_exported(small_recipe, tmp_path, capsys):
+def test_what_cannot_be_exported(small_recipe, tmp_path, clip_folder, capsys, monkeypatch):
     language = load_config(ROOT / "yamls" / "docs_gpt2.yaml", [], Recipe, [])
     with pytest.raises(FileNotFoundError, match="/vocabulary.json: not there; .* or pack.py; or give a folder"):
         training_data(language, {}, tmp_path / "export", None)
@@ -375,6 +376,10 @@ def test_what_cannot_be_exported(small_recipe, tmp_path, capsys):
     assert "no exported run" in refuse(capsys, tmp_path, out)
     assert "--weights ema" in refuse(capsys, path, out, "--weights", "ema")
     assert "not a checkpoint" in refuse(capsys, tmp_path / "run" / "config.yaml", out)
+    # A text encoder that transformers cannot represent, named by where it is, and not by its copy.
+    with monkeypatch.context() as patch:
+        patch.setattr(diffusers_pipeline, "TOLERANCE", -1.0)
+        assert f"text_encoder: {clip_folder} (penultimate layer) as transformers" in refuse(capsys, path, out)
     # A checkpoint of another recipe.
     other = small_recipe(tmp_path / "other", "model.denoiser.blocks=2")
     (tmp_path / "other.yaml").write_text(to_yaml(other))
