@@ -30,6 +30,7 @@ from recipes.training.finite import is_worth_keeping
 from recipes.training.ranks import by_first_rank, is_first_rank, on_all_ranks
 from recipes.training.run import Run
 
+ENCODERS = ("image_encoder", "text_encoder")  # in a manifest, and the folders of their copies in an export
 # Files of weights by their suffixes, and which of them an encoder reads; others read any.
 SUFFIXES = (".bin", ".ckpt", ".h5", ".msgpack", ".onnx", ".ot", ".pt", ".pth", ".safetensors")
 READ = {"kl_vae": vae.WEIGHTS, "hf_clip_text": text.WEIGHTS, "open_clip_text": open_clip_models.WEIGHTS}
@@ -130,7 +131,8 @@ class Export(PeriodicCallback):
         beside = average is not None and self.task.exports_average_beside
         first = average if average is not None and not beside else nullcontext
         with ExitStack() as stack:  # of the first rank, whose folder is removed after an error of any rank
-            frame = export_folder(self.task, self.loading, self.folder, record, complete)
+            bundle = bundle_of(self.loading.manifest, self.folder)
+            frame = export_folder(self.task, self.loading, self.folder, record, complete, bundle)
             new = by_first_rank(lambda: stack.enter_context(frame))
             for is_average, context in [(False, first), *([(True, average)] if beside else [])]:
                 with context():
@@ -180,12 +182,13 @@ def export(
         task: its `exports_average_beside` decides whether both kinds of weights are written into one folder.
         loading: its training data; the manifest of an encoded set, its null caption or vocabulary, and encoders that
             are local files are copied too.
-        folder: an old export in it is replaced when the new one is complete.
+        folder: an old export in it is replaced when the new one is complete. Its copies of the same encoders are
+            taken over, because another training may have replaced the files by now that encoded the set.
         record: the contents of export.json and done.json.
         complete: whether the run has ended; only then is there a done.json, by which `make quickstart` skips a stage.
         average: makes a context in which the task has its averaged weights; None: there are none.
     """
-    with export_folder(task, loading, folder, record, complete) as new:
+    with export_folder(task, loading, folder, record, complete, bundle_of(loading.manifest, folder)) as new:
         if average is not None and task.exports_average_beside:
             task.export(new)
             with average():
@@ -197,11 +200,12 @@ def export(
 
 @contextmanager
 def export_folder(
-    task: Task, loading: Loading, folder: Path, record: dict[str, Any], complete: bool
+    task: Task, loading: Loading, folder: Path, record: dict[str, Any], complete: bool, bundle: Path | None
 ) -> Iterator[Path]:
     """A context with a new folder for the weights of an export, which gets everything else and its name at the end.
 
-    Arguments as of `export`.
+    Arguments as of `export`, and `bundle`: folder whose copies of the encoders are taken, as far as it has them; None:
+    the encoders are copied from where they encoded the set.
     """
     with atomic_folder(folder) as new:
         yield new
@@ -213,20 +217,38 @@ def export_folder(
             if loading.null_text is not None:
                 np.save(new / NULL_TEXT, loading.null_text.numpy())
             record = {**record, "resolution": loading.resolution}
-            for file, place in encoder_files(loading.manifest):
+            for file, place in encoder_files(loading.manifest, bundle):
                 (new / place).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(file, new / place)
         for name in ("export.json", "done.json") if complete else ("export.json",):
             write_json(new / name, record, indent=2)
 
 
-def encoder_files(manifest: Manifest) -> Iterator[tuple[Path, Path]]:
+def bundle_of(manifest: Manifest | None, folder: Path) -> Path | None:
+    """The folder if it has an export of a set with the same encoders, of which it may have copies; otherwise None."""
+    try:
+        earlier = None if manifest is None else Manifest.read(folder)
+    except (OSError, ValueError):  # no export, or a damaged one
+        return None
+    same = earlier is not None and all(getattr(earlier, name) == getattr(manifest, name) for name in ENCODERS)
+    return folder if same else None
+
+
+def encoder_files(manifest: Manifest, bundle: Path | None = None) -> Iterator[tuple[Path, Path]]:
     """The files of local encoders that an export has copies of, so that it can be moved, and where in it these are.
 
     Encoders of a hub are found by their id. The manifest of a set of somebody else may name any folder: one without
     weights, such as a folder of credentials, must not get into an export, which is passed on.
+
+    Args:
+        manifest: of the encoded set.
+        bundle: folder whose copies are taken instead, as far as it has them.
     """
-    for name in ("image_encoder", "text_encoder"):
+    for name in ENCODERS:
+        if bundle is not None and (bundle / name).is_dir():
+            copies = (file for file in (bundle / name).rglob("*") if file.is_file())
+            yield from ((file, file.relative_to(bundle)) for file in copies)
+            continue
         component = (getattr(manifest, name) or {"component": {}})["component"]
         _, _, of_model = (component.get("model") or "").partition(open_clip_models.LOCAL_PREFIX)
         folder = component.get("path") or of_model

@@ -11,6 +11,7 @@ default the folder `verified` beside the sets. Exits with status 1 if the set ha
 """
 
 import argparse
+import json
 import os
 import re
 import sys
@@ -26,6 +27,18 @@ from data.threads import set_default_threads
 from precompute.config import EncodeConfig
 from precompute.output import CONFIG
 from recipes.config.command_line import fail, path_of, read_command_line, user_errors
+from recipes.config.reading import read_values
+from recipes.config.values import ConfigError
+
+
+def without_others(file: Path, label: str) -> list[str]:
+    """Overrides of a job's config that remove all sources but one: the others, which are not read, may be gone."""
+    try:
+        sources = read_values(file, []).get("sources")
+    except ConfigError:  # which is reported when the config is read with all overrides
+        return []
+    others = [name for name in sources if name != label] if isinstance(sources, dict) and label in sources else []
+    return [f"sources={json.dumps(dict.fromkeys(others))}"] if others else []
 
 
 def main(arguments: list[str]) -> int:
@@ -44,7 +57,7 @@ def main(arguments: list[str]) -> int:
         if not (folder / CONFIG).is_file():
             fail([f"{folder}: no {CONFIG} in it; give the YAML of the job that encoded the set"])
         label = folder.name
-        rest = [str(folder / CONFIG), *rest[1:], f"out={folder.parent}"]
+        rest = [str(folder / CONFIG), *without_others(folder / CONFIG, label), *rest[1:], f"out={folder.parent}"]
     elif rest and re.fullmatch("[^-=][^=]*", rest[0]) and not Path(rest[0]).suffix and not Path(rest[0]).exists():
         fail([f"{rest[0]}: no such folder"])
     command = read_command_line(rest, EncodeConfig, __doc__)

@@ -89,7 +89,9 @@ def evaluate(export: Path, config: Evaluation) -> dict[str, Any] | None:
         "extractor hash": extractor.hash,
         "resize of the extractor": extractor.resize,
         "sampling": config.sampling or "the family's defaults",
+        "precision": config.precision,
         "contrastive model of clip_score": "none" if clip is None else f"{config.clip}, sha256 {identity['clip']}",
+        **({} if reranker is None else {"reranked by": f"{config.rerank.by}, sha256 {identity['rerank']}"}),
         "rows": rows,
     }
     write_report(result, Path(config.out))

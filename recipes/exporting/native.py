@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from callbacks.export import export_folder
+from callbacks.export import bundle_of, export_folder
 from data.encoded_sets import EncodedSet
 from data.files import write_json
 from data.loading import Loading
@@ -56,13 +56,10 @@ def from_checkpoint(
         "checkpoint": path.name,
         "weights": "averaged" if averaged else "as trained",
     }
-    with export_folder(task, loading, folder, record, complete=False) as new:
-        write_weights(task, new, deferred)
     if loading.manifest is not None:
-        for name in ("image_encoder", "text_encoder"):
-            if bundle is not None and (bundle / name).is_dir() and not (folder / name).exists():
-                shutil.copytree(bundle / name, folder / name)
-        encoders_of(loading.manifest, folder)  # now, and not when somebody else opens the folder
+        encoders_of(loading.manifest, bundle)  # now, and not when somebody else opens the folder
+    with export_folder(task, loading, folder, record, complete=False, bundle=bundle) as new:
+        write_weights(task, new, deferred)
 
 
 def read_recipe(file: Path) -> Recipe:
@@ -153,7 +150,7 @@ def training_data(
         null_text=place.null_text(manifest.text_shape) if manifest.kind == "latents" else None,
         vocabulary=vocabulary(args["vocabulary"], place) if "vocabulary" in args else None,
     )
-    return loading, data or beside
+    return loading, data or bundle_of(manifest, export_of_run)
 
 
 def vocabulary(named: str, place: EncodedSet) -> Path:

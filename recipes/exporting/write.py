@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Literal
 
+from callbacks.export import ENCODERS
 from data.disk_errors import about
 from data.files import atomic_folder, write_text
 from data.log import log
@@ -95,7 +96,10 @@ def write_layout(native: Path, new: Path, layout: Layout | None, family: Family 
             raise ValueError(f"--layout diffusers: diffusers has no pipeline for {title}; use native")
         return "native"
     try:
-        imported(family.diffusers)(open_parts(native, "cpu", "fp32"), new)
+        parts = open_parts(native, "cpu", "fp32")
+        for name in ENCODERS:  # errors name them by their places, not by copies in a folder that is gone by then
+            getattr(parts, name).id = getattr(parts.manifest, name)["id"]
+        imported(family.diffusers)(parts, new)
     except NotInDiffusersError as error:
         if layout == "diffusers":
             raise ValueError(f"--layout diffusers: {error}; use native") from None

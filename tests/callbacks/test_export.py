@@ -1,7 +1,9 @@
 """Exports appear whole, keep the old one until then, and are called complete only at the end of a run."""
 
 import json
+import shutil
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -286,6 +288,27 @@ def test_an_export_of_token_data_has_its_vocabulary_and_dvae(tmp_path, task, tok
     images, texts = encoders_of(Manifest.read(folder), folder)
     assert images.codes == 32 and images.id == str(folder / "image_encoder") and texts is None
     assert json.loads((folder / "export.json").read_text()) == {"resolution": 32}
+
+
+def test_encoders_that_were_trained_again_do_not_replace_the_copies(tmp_path, task, dvae_folder, token_sets):
+    """Nobody would have those any more that encoded the set, and no image could be drawn."""
+    encoder, folder = tmp_path / "dvae", tmp_path / "export"
+    shutil.copytree(dvae_folder, encoder)
+    manifest = Manifest.read(token_sets / "train")
+    component = {**manifest.image_encoder["component"], "path": str(encoder)}
+    manifest = replace(manifest, image_encoder={**manifest.image_encoder, "component": component})
+    loading = Loading(loader=None, manifest=manifest, resolution=32)
+    export(task, loading, folder, {}, complete=False)
+    before = {file.name: file.read_bytes() for file in (folder / "image_encoder").iterdir()}
+    for file in encoder.iterdir():
+        file.write_text("of another training")
+    task.had_one = True
+    export(task, loading, folder, {}, complete=True)
+    assert {file.name: file.read_bytes() for file in (folder / "image_encoder").iterdir()} == before
+    # An export of an earlier run, whose set other weights encoded, is no source of copies.
+    other = replace(manifest, image_encoder={**manifest.image_encoder, "weights_hash": "0"})
+    export(task, replace(loading, manifest=other), folder, {}, complete=True)
+    assert (folder / "image_encoder" / "config.json").read_text() == "of another training"
 
 
 def test_a_divided_model_is_written_tensor_by_tensor_on_one_rank(tmp_path, one_rank):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from PIL import Image
 from streaming.base.hashing import get_hash
 
@@ -240,6 +241,13 @@ def test_a_source_that_was_moved_is_found_by_its_names(copy, drawings, tmp_path,
                     longer.addfile(member, file)
     source = f"sources.val.urls={tmp_path}/moved/*.tar"
     assert verify(capsys, copy, source, "--records=2", f"--out={tmp_path / 'out'}")[0] == 0
+
+
+def test_sources_of_other_sets_may_be_gone(copy, tmp_path, capsys):
+    config = yaml.safe_load((copy / "config.yaml").read_text())
+    config["sources"]["train"] = {"name": "folder", "path": str(tmp_path / "gone")}
+    (copy / "config.yaml").write_text(yaml.safe_dump(config))
+    assert verify(capsys, copy, "--records=2", f"--out={tmp_path / 'out'}")[0] == 0
 
 
 def test_an_interrupted_check_says_what_to_do(copy, tmp_path, capsys, monkeypatch):

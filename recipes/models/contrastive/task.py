@@ -126,6 +126,7 @@ class ContrastiveText(Task):
         self.logit_scale = LogitScale(self.network.logit_scale)
         del self.network.logit_scale
         self.eval_names = ["loss", "accuracy"]
+        self.eval_weights = {name: "compared" for name in self.eval_names}
 
     def requirements(self) -> dict[str, int]:
         """The sizes that images and captions must have."""
@@ -167,15 +168,17 @@ class ContrastiveText(Task):
     def evaluate(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """`loss` in nats, and `accuracy` (1 if the image's own caption is the nearest of the batch): (B,) each.
 
-        A sample whose weight is 0 is compared with none, so that it changes nothing of the others.
+        A sample whose weight is 0 is compared with none, so that it changes nothing of the others. One that is alone,
+        such as the last of a set, is always right: `compared` (B,), the weight in means over the set, is then 0.
         """
         similarities = self._similarities(batch)
         own = torch.arange(len(similarities), device=similarities.device)
-        if WEIGHT in batch:
-            blank = batch[WEIGHT] == 0
-            others = own[:, None] != own
-            similarities = similarities.masked_fill((blank[:, None] | blank) & others, -torch.inf)
-        return {"loss": _contrast(similarities), "accuracy": (similarities.argmax(1) == own).float()}
+        real = batch[WEIGHT] != 0 if WEIGHT in batch else torch.ones_like(own, dtype=torch.bool)
+        others = own[:, None] != own
+        similarities = similarities.masked_fill(~(real[:, None] & real) & others, -torch.inf)
+        accuracy = (similarities.argmax(1) == own).float()
+        compared = (real.sum() > 1).float().expand(len(own))
+        return {"loss": _contrast(similarities), "accuracy": accuracy, "compared": compared}
 
     def export(self, folder: Path) -> None:
         """Write an open_clip folder: `open_clip.create_model("local-dir:<folder>")` opens it."""

@@ -63,7 +63,8 @@ def set_steps(scheduler: DDIMScheduler | DPMSolverMultistepScheduler, steps: int
 
     Raises:
         ValueError: as many steps as the forward process has timesteps, or more; two steps of dpm++ would share a
-            timestep; or ddim would begin far from the noise, without more than a tenth of the timesteps, and two steps.
+            timestep; or ddim would begin far from the noise, without more than a tenth of the timesteps, and two steps,
+            or with one step.
     """
     # Two steps would share a timestep, by whose distance dpm++ divides, and ddim would look beyond the last one.
     timesteps = scheduler.config.num_train_timesteps
@@ -76,6 +77,11 @@ def set_steps(scheduler: DDIMScheduler | DPMSolverMultistepScheduler, steps: int
     # In the cosine schedule dpm++ begins before the last timestep, at LEAST_LOG_SNR, so that it has fewer of them.
     if len(scheduler.timesteps.unique()) < steps:
         raise ValueError(f"steps: {steps} steps of dpm++ begin at timestep {first}; give {first} or fewer")
+    if isinstance(scheduler, DDIMScheduler) and steps == 1 and first < timesteps // 2:
+        raise ValueError(
+            f"steps: 1 step of ddim begins at timestep {first} of {timesteps}, short of the noise; give 2 or more, or "
+            "take the sampler dpm++"
+        )
     if isinstance(scheduler, DDIMScheduler) and timesteps - first > max(timesteps // 10, 2 * stride):
         raise ValueError(
             f"steps: {steps} steps of ddim begin at timestep {first} of {timesteps}, short of the noise; "

@@ -92,6 +92,9 @@ def test_a_report_with_everything(export, write, tmp_path, clip_folder, capsys, 
         result["images"] == 7 and result["seeds"] == "3 to 9" and result["reference"].startswith("12 pictures of tars")
     )
     assert str(clip_folder) in result["extractor"] and len(result["extractor hash"]) == 64
+    assert (
+        result["reranked by"] == f"{clip_folder}, sha256 {result['extractor hash']}" and result["precision"] == "fp32"
+    )
     samples = read_reference(build(read(path).reference.source), 12, 3)
     assert result["reference content"] == content(samples) and "bicubic" in result["resize of the reference"]
 

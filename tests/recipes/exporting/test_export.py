@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from diffusers import StableDiffusionPipeline
 from safetensors.torch import load_file, save_file
 
+import callbacks.export
 from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.engines.conversion import convert
 from recipes.engines.lightning.checkpoint_format import read_file
@@ -26,6 +27,7 @@ from recipes.exporting.checkpoints import find_checkpoint, read_checkpoint
 from recipes.exporting.native import training_data
 from recipes.generation.exports import draw, find_export, load_pipeline
 from recipes.models.language.task import load_language
+from recipes.models.latent_diffusion import diffusers_pipeline
 from recipes.models.latent_diffusion.unet import UNet
 from tests.disks import fill, read_only, small_disk
 from tests.recipes.errors import last_error
@@ -363,7 +365,7 @@ def test_the_next_export_removes_what_a_killed_one_has_left(exported, tmp_path, 
     assert list(tmp_path.iterdir()) == [out] and not [path for path in out.iterdir() if path.name.startswith(".")]
 
 
-def test_what_cannot_be_exported(small_recipe, tmp_path, capsys):
+def test_what_cannot_be_exported(small_recipe, tmp_path, clip_folder, capsys, monkeypatch):
     language = load_config(ROOT / "yamls" / "docs_gpt2.yaml", [], Recipe, [])
     with pytest.raises(FileNotFoundError, match="/vocabulary.json: not there; .* or pack.py; or give a folder"):
         training_data(language, {}, tmp_path / "export", None)
@@ -374,6 +376,10 @@ def test_what_cannot_be_exported(small_recipe, tmp_path, capsys):
     assert "no exported run" in refuse(capsys, tmp_path, out)
     assert "--weights ema" in refuse(capsys, path, out, "--weights", "ema")
     assert "not a checkpoint" in refuse(capsys, tmp_path / "run" / "config.yaml", out)
+    # A text encoder that transformers cannot represent, named by where it is, and not by its copy.
+    with monkeypatch.context() as patch:
+        patch.setattr(diffusers_pipeline, "TOLERANCE", -1.0)
+        assert f"text_encoder: {clip_folder} (penultimate layer) as transformers" in refuse(capsys, path, out)
     # A checkpoint of another recipe.
     other = small_recipe(tmp_path / "other", "model.denoiser.blocks=2")
     (tmp_path / "other.yaml").write_text(to_yaml(other))
@@ -427,11 +433,34 @@ def test_data_and_encoders_that_have_gone(small_recipe, tmp_path, latent_sets, c
     save_file(tensors, data / "text_encoder" / "open_clip_model.safetensors")
     for layout in ("diffusers", "native"):
         error = refuse(capsys, path, out, "--data", data, "--layout", layout)
-        assert "are not those that encoded the set" in error
+        assert f"the weights of {data / 'text_encoder'} (penultimate layer) are not those that encoded the set" in error
     # Without the data, unless the run's own export is there.
     shutil.rmtree(data)
     assert "--data FOLDER" in refuse(capsys, path, tmp_path / "again")
     assert (out / "model_index.json").is_file()  # what was there has stayed
+
+
+def test_encoders_that_were_trained_again(small_recipe, tmp_path, latent_sets, vae_folder, capsys):
+    """The run's own export has copies of those that encoded the set."""
+    data, vae, out = tmp_path / "data", tmp_path / "vae", tmp_path / "out"
+    shutil.copytree(latent_sets / "train", data)
+    shutil.copytree(vae_folder, vae)
+    manifest = json.loads((data / "manifest.json").read_text())
+    manifest["image_encoder"]["component"]["path"] = str(vae)
+    (data / "manifest.json").write_text(json.dumps(manifest))
+    recipe = small_recipe(tmp_path / "run", f"data.streams.train.path={data}")
+    path, task = a_run(recipe, average=False)
+    loading, _ = training_data(recipe, task.requirements(), tmp_path / "run" / "export", None)
+    callbacks.export.export(
+        task, loading, tmp_path / "run" / "export", {"run_name": "run", "batches": 5}, complete=True
+    )
+    file = vae / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    tensors["decoder.conv_out.bias"] += 1
+    save_file(tensors, file)
+    export(path, out, "--layout", "native")
+    assert (out / "image_encoder" / file.name).read_bytes() == (vae_folder / file.name).read_bytes()
+    assert f"the weights of {vae} are not those that encoded the set" in refuse(capsys, path, out, "--data", data)
 
 
 def test_a_store_that_cannot_be_reached(small_recipe, tmp_path, latent_sets, capsys):

@@ -12,6 +12,7 @@ from data.clip_library import open_clip
 from data.loading import WEIGHT
 from recipes.encoders.text import open_clip_text
 from recipes.engines.legacy_checkpoints import upgraded
+from recipes.engines.metrics import figures_of
 from recipes.models.contrastive.task import CONFIG, WEIGHTS, ContrastiveText, LogitScale
 from recipes.models.kl_autoencoder.task import to_signed
 
@@ -51,7 +52,7 @@ def test_loss_is_that_of_open_clip(task, batch):
         expected = open_clip.loss.ClipLoss()(image, text, task.logit_scale.log.exp())
     torch.testing.assert_close(task(batch)["total"].detach(), expected)
     figures = task.evaluate(batch)
-    assert list(figures) == task.eval_names and all(value.shape == (5,) for value in figures.values())
+    assert list(figures) == [*task.eval_names, "compared"] and all(value.shape == (5,) for value in figures.values())
     torch.testing.assert_close(figures["loss"].mean(), expected)
     assert figures["accuracy"].tolist() == ((image @ text.T).argmax(1) == torch.arange(5)).float().tolist()
 
@@ -64,6 +65,19 @@ def test_samples_without_weight_change_no_other(task, batch):
     for name, values in alone.items():
         torch.testing.assert_close(figures[name][:5], values)
         assert figures[name].isfinite().all()
+
+
+def test_a_last_batch_of_one_sample_counts_nothing(task, batch):
+    """It has no other to be compared with: its loss is 0 and its accuracy 1, however bad the model."""
+    metrics = figures_of(task)
+    last = {name: torch.cat([tensor[:1], torch.zeros_like(tensor[:1])]) for name, tensor in batch.items()}
+    weights = torch.tensor([1.0, 0.0])  # the second one fills up the batch
+    for part, samples in ((batch, None), ({name: tensor[:1] for name, tensor in batch.items()}, None), (last, weights)):
+        results = task.evaluate(part if samples is None else part | {WEIGHT: samples})
+        for metric in metrics.values():
+            metric.update(results, samples)
+    for name, metric in metrics.items():
+        torch.testing.assert_close(metric.compute(), task.evaluate(batch)[name].mean())
 
 
 def test_the_temperature_is_bounded(task, batch):

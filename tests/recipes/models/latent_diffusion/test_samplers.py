@@ -43,7 +43,7 @@ def on_the_flow(noise, mean, deviation, step):
 def test_ddim_finds_a_single_point(prediction):
     """The way from noise to a point is straight: any number of steps is exact, down to step 0's own noise."""
     mean = torch.linspace(-2, 2, 32).reshape(SHAPE)
-    for steps in (1, 5, 20):
+    for steps in (2, 5, 20):
         noise, made = run(exact(mean, 0.0, prediction), "ddim", steps, prediction)
         first = 1 + (1000 // steps) * (steps - 1)  # the timestep it starts from, in diffusers' leading spacing
         start = (noise - SCHEDULE.alpha[first] * mean) / SCHEDULE.sigma[first]
@@ -82,6 +82,11 @@ def test_ddim_begins_near_the_noise(steps, first, better):
     with pytest.raises(ValueError, match=f"{steps} steps of ddim begin at timestep {first} of 1000.*; give {better},"):
         run(exact(0.7, 0.5), "ddim", steps)
     assert run(exact(0.7, 0.5), "ddim", better)[1].isfinite().all()
+
+
+def test_one_step_of_ddim_would_give_noise():
+    with pytest.raises(ValueError, match="1 step of ddim begins at timestep 1 of 1000, .*; give 2 or more"):
+        run(exact(0.7, 0.5), "ddim", 1)
 
 
 @pytest.mark.parametrize("steps", [10, 25, 50])
