@@ -26,17 +26,20 @@ ADVICE = {
     errno.EEXIST: "a file has the name of a folder: give another folder, or remove it",
     errno.ELOOP: "a link leads back to itself: give another folder",
 }
-UNNAMED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # of writes, whose errors do not name the file
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+UNNAMED = (*FULL, errno.EIO)  # of writes, whose errors do not name the file
 _NUMBER = re.compile(r"\[Errno (\d+)\]|\(os error (\d+)\)")
 
 
 def disk_error(error: BaseException) -> OSError | None:
     """What the disk said, if an error is of a kind in `ADVICE`.
 
-    An OSError is given back as it is. Of the errors of NumPy, shutil, safetensors and PyTorch a new one is made,
-    because these have no number.
+    An OSError is given back, and names the file that could not be written. Of the errors of NumPy, shutil, safetensors
+    and PyTorch a new one is made, because these have no number.
     """
     if isinstance(error, OSError) and error.errno is not None:
+        if error.filename2 is not None and error.errno in FULL:
+            error.filename = error.filename2  # of a copy, which names the file that it reads first
         mended = error.errno in (ADVICE if error.filename is not None else UNNAMED)
         if error.errno == errno.EEXIST and not os.path.isfile(error.filename or ""):
             mended = False  # a folder that was made twice is a bug

@@ -18,6 +18,7 @@ from data.disk_errors import ADVICE, disk_error
 from data.files import point_to, to_disk
 from data.log import log
 from recipes.engines.checkpoint_copies import CheckpointCopies
+from recipes.engines.loggers import RunLoggers
 from recipes.engines.record import keep_with, record_with
 from recipes.training import stop
 from recipes.training.checkpoint_names import Kind, batch_of
@@ -113,19 +114,23 @@ def remove(path: Path) -> None:
 class CheckpointFiles:
     """The checkpoints of a run's folder."""
 
-    def __init__(self, folder: Path, kind: Kind, keep: int, bucket: str | None = None) -> None:
+    def __init__(
+        self, folder: Path, kind: Kind, keep: int, bucket: str | None = None, loggers: RunLoggers | None = None
+    ) -> None:
         """
         Args:
             folder: of the checkpoints.
             kind: of which engine they are.
             keep: number of checkpoints that are kept; -1: all.
             bucket: address of copies, `checkpoints.bucket`.
+            loggers: of the run; None: it logs nothing.
         """
         self.folder = folder
         self.kind = kind
         self.link = folder / kind.link
         self.keep = keep
         self._copies = None if bucket is None else CheckpointCopies(bucket)
+        self._loggers = loggers
 
     def newest_is(self, path: Path, batch: int) -> None:
         """The link points to a new checkpoint, its copy to the bucket begins, and all before it but the newest `keep`
@@ -162,7 +167,9 @@ class CheckpointFiles:
             by_first_rank(self._copies.finish)
 
     def _newest_is(self, path: Path, batch: int) -> None:
-        keep_with(self.folder.parent, path)  # first: what the link points to has its record
+        if self._loggers is not None:
+            self._loggers.flush()  # first: a run that goes on from here does not log these batches again
+        keep_with(self.folder.parent, path)  # before the link: what it points to has its record
         point_to(self.link, path)
         if self._copies is not None:
             self._copies.begin(path, self.link.name, self.keep)

@@ -58,6 +58,12 @@ class RunLoggers:
         for writer in self._writers:
             writer.images(name, images, step)
 
+    def flush(self) -> None:
+        """Write what TensorBoard's files lack. W&B and MLflow do so by themselves within seconds."""
+        for writer in self._writers:
+            if isinstance(writer, TensorBoardWriter):
+                writer.flush()
+
     def close(self, status: Literal["FINISHED", "FAILED", "KILLED"]) -> None:
         """Write what is left, and close, once: Composer closes again at the end of the process.
 

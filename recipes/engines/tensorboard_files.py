@@ -47,7 +47,7 @@ class TensorBoardWriter:
         for name, value in figures.items():
             self._writer.add_scalar(name, float(value), step)
         if step >= self._flushed_at + self._flush_every:
-            self._writer.flush()
+            self.flush()
             self._flushed_at = step
 
     def images(self, name: str, images: np.ndarray, step: int) -> None:
@@ -60,6 +60,10 @@ class TensorBoardWriter:
             nested = isinstance(value, Mapping)
             text = indent(yaml.safe_dump(value, sort_keys=False), 4 * " ") if nested else str(value)  # Markdown's code
             self._writer.add_text(name, text)
+
+    def flush(self) -> None:
+        """Write what waits to the file."""
+        self._writer.flush()
 
     def close(self, status: str) -> None:
         """Close the file, whatever the status of the run."""

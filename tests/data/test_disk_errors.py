@@ -59,6 +59,14 @@ def test_torch_2_11_says_why_it_cannot_write(reason, number):
     assert (found.errno, found.strerror) == (number, reason)
 
 
+def test_a_copy_lacks_room_where_it_is_written(tmp_path):
+    """Not where the file is that it reads, which Python names first: an export copies encoders from other disks."""
+    (tmp_path / "read").write_bytes(bytes(5000))
+    with small_files(1000):
+        error = raised(lambda: shutil.copyfile(tmp_path / "read", tmp_path / "written"))
+    assert disk_line(disk_error(error)).startswith(f"{tmp_path}/written: File too large; ")
+
+
 @pytest.mark.parametrize(
     "error",
     [

@@ -222,7 +222,8 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts, optimizer: torch.opt
         if start.is_dir():
             by_first_rank(lambda: saved_for(recipe, "composer", start).check(parts.task, type(optimizer).__name__))
     folder = Path(recipe.output, "checkpoints")
-    files, saver = CheckpointFiles(folder, KINDS["composer"], checkpoints.keep, checkpoints.bucket), None
+    loggers, saver = RunLoggers(parts.loggers), None
+    files = CheckpointFiles(folder, KINDS["composer"], checkpoints.keep, checkpoints.bucket, loggers)
     if checkpoints.save:
         saver = WholeCheckpoints(files, at_intervals(checkpoints.every, CHECKPOINT), run)
     planner = LoadPlanner(parts.task)
@@ -250,7 +251,7 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts, optimizer: torch.opt
             EndIfAsked(run, saver),
             EndWorkers(parts),
         ],
-        loggers=[Destination(RunLoggers(parts.loggers))],
+        loggers=[Destination(loggers)],
         run_name=recipe.run_name,
         progress_bar=recipe.training.progress_bar,
         load_path=load_path,

@@ -75,7 +75,9 @@ class Checkpoints:
         self._batches = batches
         self._due = CheckpointInterval(recipe.checkpoints.every)
         self._saved_at = -1  # batch
-        self.files = CheckpointFiles(self._folder, KINDS["lightning"], self._config.keep, self._config.bucket)
+        self.files = CheckpointFiles(
+            self._folder, KINDS["lightning"], self._config.keep, self._config.bucket, run.loggers
+        )
         self.generators: list[dict[str, Any]] | None = None
         address = self._config.load_path
         found = from_first_rank(start_of(recipe, "lightning", address) or address)

@@ -29,6 +29,7 @@ class LightningRun(Run):
         microbatch: largest number of samples that a device takes at once; None: all of its batch.
         ddp: DistributedDataParallel around the task, where there are several whole copies of it.
         scaler: of gradients, under amp_fp16.
+        loggers: where figures go.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class LightningRun(Run):
         self._duration = duration
         self._optimizer: torch.optim.Optimizer | None = None
         self._schedule: LRScheduler | None = None
-        self._loggers = loggers
+        self.loggers = loggers
 
     # --- what the engine does ------------------------------------------------------------------
 
@@ -152,10 +153,10 @@ class LightningRun(Run):
         self.microbatch = samples
 
     def log(self, figures: Mapping[str, float]) -> None:
-        self._loggers.log(figures, self.counts.batch)
+        self.loggers.log(figures, self.counts.batch)
 
     def log_settings(self, settings: Mapping[str, Any]) -> None:
-        self._loggers.log_settings(settings)
+        self.loggers.log_settings(settings)
 
     def log_images(self, name: str, images: np.ndarray) -> None:
-        self._loggers.log_images(name, images, self.counts.batch)
+        self.loggers.log_images(name, images, self.counts.batch)

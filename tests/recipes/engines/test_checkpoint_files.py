@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
+from recipes.comparison.events import read_curves
 from recipes.config.recipe import FSDP
 from recipes.engines import checkpoint_files
 from recipes.engines.checkpoint_files import CheckpointFiles, end_if_asked, whole
+from recipes.engines.loggers import RunLoggers, tensorboard
 from recipes.engines.resuming import remove_halves
 from recipes.training.checkpoint_names import KINDS, newest_of_all, newest_of_each
 from recipes.training.clock import Clock
@@ -168,6 +170,19 @@ def test_what_the_link_points_to_has_its_record(tmp_path, monkeypatch):
     )
     files.newest_is(tmp_path / "checkpoints" / "ep0-ba2.ckpt", 2)
     assert pointed == [True] and (tmp_path / "records" / "ep0-ba2" / "config.yaml").read_text() == "a: 1"
+
+
+def test_the_figures_of_batches_before_a_checkpoint_are_on_the_disk(tmp_path):
+    """A run that is killed later goes on from it and does not log them again; the validation of its batch, for one."""
+    loggers = RunLoggers([tensorboard("run", str(tmp_path))])
+    files = CheckpointFiles(tmp_path / "checkpoints", KINDS["lightning"], keep=1, loggers=loggers)
+    (tmp_path / "checkpoints").mkdir()
+    for batch in (1, 2, 3):
+        loggers.log({"loss": 1.0}, batch)
+        if batch == 2:
+            files.newest_is(tmp_path / "checkpoints" / "ep0-ba2.ckpt", batch)
+    assert read_curves(tmp_path / "tensorboard")["loss"].batches.tolist() == [1, 2]
+    loggers.close("FINISHED")
 
 
 @pytest.mark.parametrize("dangles", [False, True])

@@ -161,6 +161,22 @@ def test_a_damaged_part_of_a_sharded_checkpoint(tmp_path, file, damage):
         new_checkpoints(tmp_path, fsdp=sharded, autoresume=True)[0].load()
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_changed_bit_outside_of_tensors_is_damage(tmp_path, sharded):
+    """In the name of a weight it was a KeyError of PyTorch, and in a count nothing but another count."""
+    settings = FSDP(checkpoints="sharded") if sharded else None
+    checkpoints, run, _ = new_checkpoints(tmp_path, fsdp=settings)
+    save_at(checkpoints, run, 1)
+    newest = KINDS["lightning"].newest(tmp_path / "checkpoints")
+    file = newest / "rest.pt" if sharded else newest
+    content = file.read_bytes()
+    for text in (b"position", b"counts", b"optimizer_name"):
+        file.write_bytes(content.replace(text, text[:-1] + bytes([text[-1] ^ 1])))
+        said = f"^{file}: not a checkpoint that this repository wrote: Bad CRC-32 .*; remove {newest}, and the next "
+        with pytest.raises(ValueError, match=said):
+            new_checkpoints(tmp_path, fsdp=settings, autoresume=True)[0].load()
+
+
 def test_a_file_that_is_not_there_is_no_reason_to_remove_a_checkpoint(tmp_path):
     folder = folder_with(tmp_path, ["ep0-ba2.ckpt"], {"lightning": "ep0-ba2.ckpt"})
     config = SimpleNamespace(resumes=True, bucket=None)
