@@ -28,6 +28,12 @@ SCRIPTS = {
     "precompute/vocabulary.py": VocabularyConfig,
     "precompute/pack.py": PackConfig,
 }
+# Where a script's options are, if not in itself.
+OPTIONS = {
+    "cluster/submit.py": ["cluster/command_line.py"],
+    "recipes/evaluate.py": ["recipes/evaluation/retrieval_command.py", "recipes/generation/options.py"],
+    "recipes/generate.py": ["recipes/generation/options.py"],
+}
 # What a block of docs/extending.md says in its first line: the file that it is, or the group of its lines in the table.
 FILE_LINE = re.compile(r"^# ([\w/]+\.(?:py|yaml))\n")
 TABLE_LINE = re.compile(r'^# recipes/config/components\.py, group "(\w+)"\n')
@@ -80,8 +86,8 @@ def problem(words):
     if script in SCRIPTS:
         return yaml_problem(SCRIPTS[script], [a for a in arguments if a not in FLAGS])
     source = (ROOT / script).read_text()
-    if script in ("recipes/generate.py", "recipes/evaluate.py"):  # which have the options of all model families
-        source += (ROOT / "recipes" / "generation" / "options.py").read_text()
+    source += "".join((ROOT / file).read_text() for file in OPTIONS.get(script, ()))
+    if "recipes/generation/options.py" in OPTIONS.get(script, ()):  # it has the options of all model families
         source += "".join(file.read_text() for file in (ROOT / "recipes" / "models").glob("*/family.py"))
     unknown = [a for a in arguments if a.startswith("--") and f'"{a.split("=")[0]}"' not in source]
     return f"{script} has no {unknown}" if unknown else None

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from data.sources.base import Sample
-from recipes.generation.retrieval import read_pairs
+from recipes.evaluation.retrieval import read_pairs
 
 
 class Samples:

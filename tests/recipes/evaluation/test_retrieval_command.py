@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from recipes.evaluate import main
-from recipes.generation.retrieval import accuracy, ranks, read_pairs
+from recipes.evaluation.retrieval import accuracy, ranks, read_pairs
 
 
 def unit(rows):
