@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
+from inspect import signature
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ from precompute.writer import ShardWriter, Storage
 from recipes.config.build import build
 from recipes.config.recipe import to_yaml
 from recipes.encoders.base import ImageEncoder, TextEncoder
+from recipes.encoders.open_clip_models import check_activation
+from recipes.encoders.text import open_clip_text
 
 DECODING = "precompute/decode.py"  # in the stack of a process that died while it read or decoded a sample
 
@@ -62,6 +65,11 @@ def run(config: EncodeConfig, sources: dict[str, Source], sets: dict[str, Output
     # The second pass in fp32 and `precision: fp32` mean fp32, not TF32 with its ten bits.
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.benchmark = True
+    if config.text_encoder is not None and config.text_encoder.name == "open_clip_text":
+        # Not where it is built: what was trained on a set of an earlier version needs the encoder of that set.
+        named = signature(open_clip_text).bind(**config.text_encoder.args)
+        named.apply_defaults()
+        check_activation(named.arguments["model"], named.arguments["pretrained"], "text_encoder")
     images: ImageEncoder = build(config.image_encoder).to(device)
     texts: TextEncoder | None = None if config.text_encoder is None else build(config.text_encoder).to(device)
     columns = columns_of(config, images, texts)

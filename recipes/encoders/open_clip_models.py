@@ -109,6 +109,30 @@ def check_names(model: str, pretrained: str | None, key: str) -> None:
         raise FileNotFoundError(f"{key}.pretrained: no file {pretrained}")
 
 
+def has_quick_gelu(model: str) -> bool:
+    """Whether open_clip builds a model of its lists with OpenAI's approximation of the GELU."""
+    from data.clip_library import open_clip
+
+    return bool((open_clip.get_model_config(model) or {}).get("quick_gelu"))
+
+
+def check_activation(model: str, pretrained: str | None, key: str) -> None:
+    """Whether a model of open_clip's lists has the activation with which the weights of a tag were trained. open_clip
+    warns, and computes other embeddings than the published model.
+
+    Raises:
+        ValueError: it has not.
+    """
+    from data.clip_library import open_clip
+
+    trained = pretrained is not None and (open_clip.get_pretrained_cfg(model, pretrained) or {}).get("quick_gelu")
+    if trained and not has_quick_gelu(model):
+        raise ValueError(
+            f"{key}: {model} has another activation than the one that the weights {pretrained} were trained with; give "
+            f"the model {model}-quickgelu"
+        )
+
+
 def check_vocabulary(id: str, tokenizer: Any, rows: int) -> None:
     """Whether a text tower with embeddings of so many tokens knows those of its tokenizer.
 

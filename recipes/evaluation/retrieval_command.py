@@ -40,6 +40,8 @@ def read_arguments(arguments: list[str], description: str | None) -> argparse.Na
     options = parser.parse_args(arguments)
     if options.number is not None and options.number < 1:
         fail([f"--number: {options.number}; give 1 or more"])
+    if options.seed < 0:  # which NumPy's generator refuses, by whose numbers the images are drawn
+        fail([f"--seed: {options.seed}; give 0 or more"])
     if options.out is not None:
         check_out(options.out)
     return options

@@ -16,7 +16,9 @@ from recipes.encoders.base import weights_hash
 from recipes.encoders.open_clip_models import (
     CONFIG,
     LOCAL_PREFIX,
+    check_activation,
     check_vocabulary,
+    has_quick_gelu,
     load_open_clip,
     open_clip_tokenizer,
 )
@@ -35,7 +37,7 @@ class Reranker:
 
     Raises:
         FileNotFoundError: the folder or one of its files is missing.
-        ValueError: open_clip has no such model or tag, or it cannot be loaded.
+        ValueError: open_clip has no such model or tag, it cannot be loaded, or see `check_activation`.
     """
 
     def __init__(self, name: str, device: str, key: str = "--rerank") -> None:
@@ -48,6 +50,9 @@ class Reranker:
             raise FileNotFoundError(
                 f"{key}: no file {folder / CONFIG}; give a folder in open_clip's format, or MODEL/TAG of its lists"
             )
+        if known:
+            check_activation(model, tag, key)
+        self.quick_gelu = known and has_quick_gelu(model)
         model, tag = (model, tag) if known else (f"{LOCAL_PREFIX}{folder}", None)
         self.network: Any = load_open_clip(model, tag, key).to(device).eval()
         self.tokenize = open_clip_tokenizer(model)
@@ -63,12 +68,13 @@ class Reranker:
         self.config = None if known else folder / CONFIG
 
     def hash(self) -> str:
-        """sha256 of the weights, and of the config of a folder: by another activation, or another mean of pixels, the
-        same weights give other embeddings."""
+        """sha256 of the weights, and of the activation or a folder's config: by another activation, or another mean of
+        pixels, the same weights give other embeddings."""
         weights = weights_hash(self.network)
-        if self.config is None:
+        if self.config is None and not self.quick_gelu:
             return weights
-        return hashlib.sha256(weights.encode() + self.config.read_bytes()).hexdigest()
+        config = b"quick_gelu" if self.config is None else self.config.read_bytes()
+        return hashlib.sha256(weights.encode() + config).hexdigest()
 
     @torch.no_grad()
     def scores(self, captions: list[str], images: np.ndarray, batch: int = 64) -> np.ndarray:

@@ -219,6 +219,9 @@ def test_changed_weights_are_refused(recipe, tmp_path, vae_folder, capsys):
         vae.quant_conv.bias += 0.1
     vae.save_pretrained(tmp_path / "retrained")
     assert "made with image_weights" in expect_error([path, f"image_encoder.path={tmp_path / 'retrained'}"], capsys)
+    # Weights that open_clip puts into a model of another activation.
+    text = "text_encoder={path: null, model: ViT-L-14, pretrained: openai}"
+    assert "text_encoder: ViT-L-14 has another activation" in expect_error([path, text], capsys)
 
 
 def test_values_that_are_not_finite_are_encoded_again_in_fp32(encoded, read, recipe, vae_folder, tmp_path, monkeypatch):

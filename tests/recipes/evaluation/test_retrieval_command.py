@@ -90,6 +90,7 @@ def test_the_command(exported, drawings, clip_folder, tmp_path, capsys):
     for wrong, message in (
         (["--sets", "seen"], "--sets: seen; give NAME=TARS"),
         (["--number", "0"], "--number: 0; give 1 or more"),
+        (["--seed", "-1"], "--seed: -1; give 0 or more"),
         (["--out", str(tmp_path)], f"--out: {tmp_path} is a folder"),
         (["--retrieval", str(tmp_path / "none")], "--retrieval: no file"),
         (["--candidates", "2"], "--candidates: give the model that says which are best"),

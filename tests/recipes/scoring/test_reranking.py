@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from data.clip_library import open_clip
 from recipes.scoring import reranking
 
 
@@ -53,3 +54,14 @@ def test_the_key_that_names_the_model_is_in_messages(tmp_path):
         reranking.Reranker(str(tmp_path), "cpu")
     with pytest.raises(FileNotFoundError, match="^extractor.path: no file "):
         build_extractor("contrastive", str(tmp_path), "cpu")
+
+
+def test_weights_and_a_model_of_another_activation(clip_folder, monkeypatch):
+    """open_clip warns, and OpenAI's weights gave other scores than the published model."""
+    with pytest.raises(ValueError, match="^clip: ViT-L-14 has another activation .* openai .* ViT-L-14-quickgelu$"):
+        reranking.Reranker("ViT-L-14/openai", "cpu", "clip")
+    small = open_clip.create_model(f"local-dir:{clip_folder}")
+    monkeypatch.setattr(reranking, "load_open_clip", lambda model, tag, key: small)
+    # Stored scores of one are not taken for those of the other.
+    names = ("ViT-L-14-quickgelu/openai", "ViT-L-14/laion2b_s32b_b82k")
+    assert len({reranking.Reranker(name, "cpu").hash() for name in names}) == 2
