@@ -35,26 +35,23 @@ class Curve:
 
 def read_curves(folder: Path) -> dict[str, Curve]:
     """The figures by name in the TensorBoard files below a folder; empty if there are none."""
-    # (time, batch, value), one after the other: as tuples, those of a run of weeks would take 10 GB.
+    # (seconds, batch, value), one after the other: as tuples, those of a run of weeks would take 10 GB.
     logged: dict[str, array] = defaultdict(lambda: array("d"))
-    sessions: list[tuple[float, float]] = []  # first and last time of each process that wrote
+    begun = end = 0.0  # seconds of training before the present start of the run, and up to the last figure
     last: tuple[str, str, int] | None = None
     for file in sorted(filter(FILE.search, map(str, folder.rglob("events.out.tfevents.*"))), key=_order):
         _, host, process, number = FILE.search(file).groups()
-        first, end = float("inf"), float("-inf")  # times
+        if last is None or last[:2] != (host, process) or int(number) <= last[2]:
+            begun, first = end, None
+        last = host, process, int(number)
         for event in _events(Path(file)):
             for value in event.summary.value:
                 if value.WhichOneof("value") == "simple_value" and not value.tag.startswith(COPIES):
-                    logged[value.tag].extend((event.wall_time, event.step, value.simple_value))
-                    first, end = min(first, event.wall_time), max(end, event.wall_time)
-        if first > end:
-            continue
-        if last is None or last[:2] != (host, process) or int(number) <= last[2]:
-            sessions.append((first, end))
-        else:
-            sessions[-1] = (min(sessions[-1][0], first), max(sessions[-1][1], end))
-        last = host, process, int(number)
-    return {name: _curve(np.frombuffer(logged.pop(name)).reshape(-1, 3), sessions) for name in sorted(logged)}
+                    first = event.wall_time if first is None else first
+                    seconds = begun + max(0.0, event.wall_time - first)
+                    end = max(end, seconds)
+                    logged[value.tag].extend((seconds, event.step, value.simple_value))
+    return {name: _curve(np.frombuffer(logged.pop(name)).reshape(-1, 3)) for name in sorted(logged)}
 
 
 def _order(file: str) -> tuple[int, int]:
@@ -81,13 +78,12 @@ def _events(file: Path) -> Iterator[Event]:
                 return
 
 
-def _curve(rows: np.ndarray, sessions: list[tuple[float, float]]) -> Curve:
-    """A curve of (time, batch, value) rows (N, 3)."""
-    times, batches, values = rows[np.argsort(rows[:, 0], kind="stable")].T
+def _curve(rows: np.ndarray) -> Curve:
+    """A curve of (seconds, batch, value) rows (N, 3), in the order in which they were logged.
+
+    That is not the order of their times: the clock of a machine may go back, or be behind that of the one before.
+    """
+    seconds, batches, values = rows.T
     later = np.append(np.minimum.accumulate(batches[::-1])[::-1][1:], np.inf)  # the first batch that comes after
     kept = batches < later
-    spent, begun = np.zeros(len(times)), 0.0
-    for first, end in sorted(sessions):
-        spent = np.where(times >= first, begun + np.minimum(times, end) - first, spent)
-        begun += end - first
-    return Curve(batches[kept], spent[kept] / 3600, values[kept])
+    return Curve(batches[kept], seconds[kept] / 3600, values[kept])

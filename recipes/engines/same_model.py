@@ -52,8 +52,9 @@ class Saved:
         """
         if self.optimizer != optimizer:
             raise ValueError(
-                f"{self.path}: holds the state of {self.optimizer}, the recipe's optimizer is {optimizer}; take only "
-                "the weights, by checkpoints.load_weights"
+                f"{self.path}: holds the state of {self.optimizer}, the recipe's optimizer is {optimizer}; to go "
+                f"on with its weights alone, export them with `python recipes/export.py {self.path} FOLDER --weights "
+                "raw`, and begin a run with another output and checkpoints.load_weights=FOLDER"
             )
         there = {name: str(tuple(shape)) for name, shape in self.shapes.items()}
         here = {name: str(tuple(tensor.shape)) for name, tensor in task.state_dict().items()}

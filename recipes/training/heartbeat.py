@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,6 +55,9 @@ class HeartbeatFile:
             partial.replace(self._path)
         except OSError as error:
             say(f"{VARIABLE}: {self._path.parent}: {error.strerror}: a health check will not see this run")
+            for path in (partial, self._path):  # from its last sign of life, the check would take it for hung
+                with suppress(OSError):
+                    path.unlink()
             self._path = None
 
     def remove(self) -> None:

@@ -35,6 +35,16 @@ def test_a_resumed_run_is_one_curve(tmp_path, monkeypatch):
     assert (3600 * curve.hours).tolist() == pytest.approx(seconds)
 
 
+def test_a_clock_that_goes_back_costs_no_figures(tmp_path, monkeypatch):
+    """It is set back by 25 s after batch 5; the next start is on a machine whose clock is 10 minutes behind."""
+    log(tmp_path, [*rows(1, 5, 1000.0), *rows(6, 7, 1025.0)])
+    monkeypatch.setattr("os.getpid", lambda: 1)
+    log(tmp_path, rows(8, 9, 450.0))
+    curve = read_curves(tmp_path)["a"]
+    assert curve.batches.tolist() == curve.values.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert (3600 * curve.hours).tolist() == pytest.approx([0, 10, 20, 30, 40, 25, 35, 40, 50])
+
+
 def test_reading_takes_little_more_memory_than_the_curves(tmp_path):
     """A run of weeks logs a hundred million values."""
     log(tmp_path, [(float(batch), batch, {f"figure{i}": 1.0 for i in range(50)}) for batch in range(500)])

@@ -14,6 +14,7 @@ from recipes.training import watchdog
 from recipes.training.heartbeat import VARIABLE, Heartbeat, HeartbeatFile, heartbeats
 from recipes.training.levers import Levers
 from recipes.training.watchdog import LONG, QUICK, Progress, watched, well_until
+from tests.disks import small_files
 from tests.recipes.training.fake_run import FakeRun
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -62,6 +63,16 @@ def test_a_folder_that_cannot_be_written_costs_one_line(tmp_path, monkeypatch, c
     file.remove()
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(f"{VARIABLE}: {tmp_path}/file/inside: ")
+
+
+def test_a_disk_that_is_full_later_leaves_no_old_sign_of_life(tmp_path, monkeypatch):
+    """By which a run that goes on would soon count as hung."""
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    file = HeartbeatFile()
+    file.write(1.0, "step_end", False)
+    with small_files(1):
+        file.write(2.0, "step_end", False)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_is_written_unless_a_folder_is_named(tmp_path, monkeypatch):
