@@ -181,8 +181,13 @@ class Checkpoints:
         with whole(path) as partial:
             if self._sharded:
                 dcp.save(tensors, checkpoint_id=partial, planner=SavePlanner())
-            written = (rest, partial / REST) if self._sharded else (rest | tensors, partial)
-            first_rank_writes(path, lambda: torch.save(*written))
+            values, file = (rest, partial / REST) if self._sharded else (rest | tensors, partial)
+
+            def write() -> None:
+                with file.open("wb") as opened:  # by a path, PyTorch would not say why it cannot write
+                    torch.save(values, opened)
+
+            first_rank_writes(path, write)
         self.files.newest_is(path, counts.batch)
 
     def _tensors(self, full: bool) -> dict[str, Any]:
