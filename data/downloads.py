@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data.errors import one_line
+from data.disk_errors import disk_error
+from data.errors import Outage, one_line
 from data.log import log
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def ask_again(ask: Callable[[], None], address: str, attempts: int | None = None
         try:
             return ask()
         except Exception as error:
-            if attempt + 1 == attempts or _is_refused(error):
+            if attempt + 1 == attempts or is_refused(error):
                 raise
             pause = 2.0**attempt
             if pause >= LONG:
@@ -131,7 +132,18 @@ def _lacks_credentials(error: BaseException) -> bool:
     return type(error).__module__ == "botocore.exceptions" and type(error).__name__ in NO_CREDENTIALS
 
 
-def _is_refused(error: Exception) -> bool:
+def store_error(line: str, error: Exception) -> ValueError:
+    """What to raise, with `line` as its text, after an error of a store: an `Outage` if asking again may help.
+
+    Args:
+        line: says what, where and what to do.
+        error: of the store's client, or of this disk.
+    """
+    refused = is_refused(error) or disk_error(error) is not None
+    return ValueError(line) if refused else Outage(line)
+
+
+def is_refused(error: Exception) -> bool:
     """Whether asking again gives the same: no credentials, a missing file, or a status of HTTP from 400 to 499."""
     if _lacks_credentials(error):
         return True

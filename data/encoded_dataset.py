@@ -25,8 +25,8 @@ from torch import Tensor
 
 from data.column_reader import DamagedError, StoredSample, column_readers
 from data.encoded_sets import EncodedSet
-from data.errors import one_line
-from data.fetching import FetchingDataset, NotFetched, WholeStream
+from data.errors import Outage, one_line
+from data.fetching import FetchingDataset, NoAnswer, NotFetched, WholeStream
 from data.garbage_collection import rare_searches
 from data.loading import REMEMBERED_POSITIONS, WEIGHT, Batch, Placement, end_idle_workers, leave_signals, position
 from data.ranges import check_reading
@@ -202,6 +202,7 @@ class EncodedLoader(StreamingDataLoader):
 
         Raises:
             ValueError: a shard could not be fetched, or is damaged.
+            Outage: a shard could not be fetched, because the store does not answer.
             RuntimeError: the epoch ended early for another reason.
         """
         try:
@@ -212,7 +213,8 @@ class EncodedLoader(StreamingDataLoader):
                 raise ValueError(error.line) from None
             if not isinstance(error, NotFetched):
                 raise
-            raise ValueError(f"data: {error.line}") from None
+            kind = Outage if isinstance(error, NoAnswer) else ValueError
+            raise kind(f"data: {error.line}") from None
 
     def _epoch(self) -> Iterator[Batch]:
         begin = None

@@ -15,7 +15,7 @@ from torch import Tensor
 from data.aliases import InputPath
 from data.arrays import read_matrix
 from data.disk_errors import about, disk_error
-from data.downloads import advice, fetch
+from data.downloads import advice, fetch, store_error
 from data.errors import one_line
 from data.manifest import NAME as MANIFEST
 from data.manifest import NULL_TEXT, Manifest
@@ -70,7 +70,8 @@ class EncodedSet:
 
         Raises:
             OSError: of this disk.
-            ValueError: the store refuses it, or does not answer.
+            ValueError: the store refuses it.
+            Outage: the store does not answer.
         """
         copy = Path(self.local, f".{name}.{uuid.uuid4().hex}")
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +82,7 @@ class EncodedSet:
         except Exception as error:  # each store's client has its own errors, without a common base class
             if disk_error(error) is not None:
                 raise
-            raise ValueError(f"{address}: cannot be fetched ({one_line(error)}); {advice(error)}") from error
+            raise store_error(f"{address}: cannot be fetched ({one_line(error)}); {advice(error)}", error) from error
         return copy
 
     def current(self, name: str) -> Path:

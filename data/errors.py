@@ -10,6 +10,11 @@ class WorkersError(Exception):
         return str(self).strip().splitlines()[-1].removeprefix(f"{type(self).__module__}.{type(self).__name__}: ")
 
 
+class Outage(ValueError):
+    """A store or a server does not answer, and later may. A command ends with status 1 by it, and not with 2: cluster
+    jobs start again."""
+
+
 def one_line(error: BaseException) -> str:
     """An error of a library in one line, with its type where the text alone would say little."""
     text = " ".join(str(error).split())[:300]

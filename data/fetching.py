@@ -32,7 +32,7 @@ from streaming.base.util import wait_for_file_to_exist
 from streaming.base.world import World
 
 from data.disk_errors import about, disk_error, disk_line
-from data.downloads import CREDENTIAL, fetch
+from data.downloads import CREDENTIAL, fetch, is_refused
 from data.errors import WorkersError, one_line
 from data.files import atomic_write, remove_partial
 from data.mds_index import INDEX, Shard, read_index
@@ -47,6 +47,10 @@ STALE = 3600.0  # seconds since its last change after which what a killed proces
 
 class NotFetched(WorkersError, RuntimeError):
     """A shard could not be fetched or decompressed. Its message's last line says which, why, and what to do."""
+
+
+class NoAnswer(NotFetched):
+    """The store did not answer, and later may."""
 
 
 class NoRoom(ValueError):
@@ -281,12 +285,14 @@ def _failure(error: Exception, shard: Reader, remote: bool) -> NotEnoughMemory |
     """
     if isinstance(error, NotEnoughMemory):
         return NotEnoughMemory(str(error))
+    kind = NotFetched
     if (of_disk := disk_error(error)) is not None:
         why = disk_line(of_disk)
     elif isinstance(error, NoRoom):
         why = str(error)
     elif remote and not str(error).startswith("Checksum failure"):  # streaming's, of what the store has given
         why = f"{one_line(error)}; start again when the store answers, and see {CREDENTIAL}"
+        kind = NotFetched if is_refused(error) else NoAnswer
     else:
         why = f"{one_line(error)}; copy or encode the set again"
-    return NotFetched(f"a shard could not be fetched or decompressed: {shard.raw_data.basename}: {why}")
+    return kind(f"a shard could not be fetched or decompressed: {shard.raw_data.basename}: {why}")

@@ -17,6 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from data.errors import Outage
+
 PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 
@@ -58,7 +60,7 @@ class HelperProcess:
             task: what JSON can hold.
 
         Raises:
-            ValueError: as the process raised it, or the process has ended.
+            ValueError: as the process raised it, an `Outage` too; or the process has ended.
         """
         self.start()
         try:
@@ -69,8 +71,9 @@ class HelperProcess:
             answer = ""
         if not answer:
             raise ValueError(f"{self._script.stem}: the process has ended with status {self._process.wait()}")
-        if (error := json.loads(answer)) is not None:
-            raise ValueError(error)
+        if (failure := json.loads(answer)) is not None:
+            text, outage = failure
+            raise Outage(text) if outage else ValueError(text)
 
     def end(self) -> None:
         """End the process when it has done its task. It may be started again."""
@@ -102,14 +105,14 @@ def serve(act: Callable[[dict[str, Any]], None]) -> None:
     answers, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
     os.dup2(2, 1)  # libraries may print past Python's file, too
     for line in sys.stdin:
-        task, error = json.loads(line), None
+        task, failure = json.loads(line), None
         if task is None:
             break
         try:
             act(task)
-        except (ValueError, OSError) as raised:
-            error = str(raised)
-        print(json.dumps(error), file=answers, flush=True)
+        except (ValueError, OSError) as error:
+            failure = str(error), isinstance(error, Outage)
+        print(json.dumps(failure), file=answers, flush=True)
 
 
 def end_with_parent(number: int) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from data.downloads import advice, ask_again
+from data.downloads import advice, ask_again, store_error
 from data.errors import one_line
 from data.files import write_text
 from data.helper_process import HelperProcess
@@ -55,7 +55,8 @@ class Copy:
             names: of the files, in order.
 
         Raises:
-            ValueError: the store refuses a file, or does not answer.
+            ValueError: the store refuses a file.
+            Outage: it does not answer.
         """
         address, names = f"{self.address}/{place}".rstrip("/"), list(names)
         try:
@@ -68,9 +69,8 @@ class Copy:
                 _upload_by_streaming(address, folder, names)
         except Exception as error:  # each store's client has its own errors, without a common base class
             what = advice(error, "see whether the address is right and the credential allows it")
-            raise ValueError(
-                f"upload: {address} cannot be written ({one_line(error)}); {what}, then start the job again"
-            ) from error
+            line = f"upload: {address} cannot be written ({one_line(error)}); {what}, then start the job again"
+            raise store_error(line, error) from error
         write_text(folder / MARKER, self.address)
 
 

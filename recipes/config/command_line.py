@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from data.disk_errors import disk_error, disk_line
+from data.errors import Outage
 from recipes.config.entry_points import all_components, packages
 from recipes.config.recipe import load_config, to_yaml
 from recipes.config.schema import Signature, read_section, read_signature, subsections
@@ -79,11 +80,11 @@ def print_once(text: str) -> None:
         print(text)
 
 
-def fail(lines: list[str]) -> None:
-    """Print one line per error to standard error, and exit with status 2."""
+def fail(lines: list[str], status: int = 2) -> None:
+    """Print one line per error to standard error, and exit with a status."""
     for line in lines:
         print(f"error: {line}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(status)
 
 
 def path_of(text: str) -> Path:
@@ -125,7 +126,8 @@ def user_errors() -> Iterator[None]:
         own = type(error) in (ValueError, ConnectionError) or type(error).__module__.startswith(("data.", "recipes."))
         if not own or _from_a_library(error):
             raise
-        fail([str(error)])
+        # Schedulers start a job again after 1, and not after 2.
+        fail([str(error)], status=1 if isinstance(error, Outage | ConnectionError) else 2)
     except MemoryError as error:
         last = (str(error).strip().splitlines() or [""])[-1]  # of the traceback of a worker process
         text = re.sub(r"^[\w.]*(MemoryError|NotEnoughMemory)(: |$)", "", last)

@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from data.downloads import advice
+from data.downloads import advice, store_error
 from data.errors import one_line
 from data.files import atomic_folder, atomic_write
 from data.stores import check_environment, open_store
@@ -51,13 +51,14 @@ class Bucket:
         Clients draw their pauses from it. A run must not depend on where its checkpoints are.
 
         Raises:
-            ValueError: the store refuses what is done inside, or does not answer, also when asked again.
+            ValueError: the store refuses what is done inside.
+            Outage: it does not answer, also when asked again.
         """
         generator = random.getstate()
         try:
             yield
         except (*self._store.errors, OSError) as error:
-            raise ValueError(f"{self.address}/{what} ({one_line(error)}); {advice(error)}") from error
+            raise store_error(f"{self.address}/{what} ({one_line(error)}); {advice(error)}", error) from error
         finally:
             random.setstate(generator)
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from data.errors import one_line
+from data.errors import Outage, one_line
 from data.helper_process import HelperProcess
 from data.log import log
 from recipes.engines.bucket import Bucket
@@ -50,7 +50,7 @@ class CheckpointCopies:
         self.bucket = Bucket(address)
         self._process = HelperProcess(SCRIPT)
         self._thread = ThreadPoolExecutor(1, "checkpoint-copies")  # waits for the process
-        self._copy: Future[str | None] | None = None  # the last one: what went wrong
+        self._copy: Future[ValueError | None] | None = None  # the last one: what went wrong
         self._name = ""
         self._is_last = self._said = False  # no copy follows; a line has said that the last one failed
 
@@ -91,15 +91,15 @@ class CheckpointCopies:
         if latest is None or batch_of(latest["checkpoint"]) < batch_of(newest.name):
             self.begin(newest, link, keep)
 
-    def wait(self) -> str | None:
-        """Wait for the last copy. Returns what went wrong, one line; None: nothing."""
+    def wait(self) -> ValueError | None:
+        """Wait for the last copy. Returns what went wrong; None: nothing."""
         return None if self._copy is None else self._copy.result()
 
     def finish(self) -> None:
         """Wait for the last copy, and end the process.
 
         Raises:
-            ValueError: it has failed.
+            ValueError: it has failed, with an `Outage` where the store does not answer.
         """
         self._is_last = True
         error = self.wait()
@@ -107,7 +107,8 @@ class CheckpointCopies:
         _begun.discard(self)
         if error is not None:
             why = "as said above" if self._said else error
-            raise ValueError(
+            kind = Outage if isinstance(error, Outage) else ValueError
+            raise kind(
                 f"checkpoints.bucket: {self._name} could not be copied ({why}); start the same command again, which "
                 "copies it"
             )
@@ -124,7 +125,7 @@ class CheckpointCopies:
         self.wait()
         self._process.end()
 
-    def _do(self, task: dict[str, Any]) -> str | None:
+    def _do(self, task: dict[str, Any]) -> ValueError | None:
         try:
             self._process.do(task)
         except ValueError as error:
@@ -133,5 +134,5 @@ class CheckpointCopies:
                 log.warning(
                     f"checkpoints.bucket: {error}; the checkpoint stays on the disk, and the next one is copied again"
                 )
-            return str(error)
+            return error
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import time
@@ -13,6 +14,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from data.errors import Outage
 
 _calls = count()  # of `by_first_rank`, the same on all ranks
 # As gloo, NCCL and the key-value store say it.
@@ -77,22 +80,27 @@ def on_all_ranks(act: Callable[[], Any]) -> Any:
         What the function returned on this rank.
 
     Raises:
-        ValueError: the function failed on another rank. A rank on which it failed raises its own error.
+        ValueError: the function failed on another rank, with an `Outage` if that raised one. A rank on which it failed
+            raises its own error.
     """
     found, error = None, None
     try:
         found = act()
     except Exception as caught:
         error = caught
-    told = [None if error is None else str(error)] * world_size()
+    told = [None if error is None else (str(error), isinstance(error, Outage))] * world_size()
     if world_size() > 1:
         dist.all_gather_object(told, told[0])
     if error is not None:
         raise error
-    for text in told:
-        if text is not None:
-            raise ValueError(text)
+    for failure in told:
+        if failure is not None:
+            raise _told_error(*failure)
     return found
+
+
+def _told_error(text: str, outage: bool) -> ValueError:
+    return Outage(text) if outage else ValueError(text)
 
 
 def wait() -> None:
@@ -133,7 +141,8 @@ def by_first_rank(act: Callable[[], Any]) -> Any:
         What the function returned, on all ranks; any picklable object.
 
     Raises:
-        ValueError: the function failed on the first rank, which raises its own error. The message is the same.
+        ValueError: the function failed on the first rank, with an `Outage` if that raised one. The first rank raises
+            its own error. The message is the same.
     """
     if world_size() == 1:
         return act()
@@ -144,14 +153,14 @@ def by_first_rank(act: Callable[[], Any]) -> Any:
             found = act()
         except Exception as caught:
             error = caught
-        store.set(key, "" if error is None else f"error: {error}")
+        store.set(key, json.dumps(None if error is None else (str(error), isinstance(error, Outage))))
     else:
         pause = 0.01
         while not store.check([key]):
             time.sleep(pause)
             pause = min(2 * pause, 1.0)
-        answer = store.get(key).decode()
-        error = ValueError(answer.removeprefix("error: ")) if answer else None
+        failure = json.loads(store.get(key))
+        error = None if failure is None else _told_error(*failure)
     wait()  # all know the answer before the first rank may end, and the store with it
     if error is not None:
         raise error

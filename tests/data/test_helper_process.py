@@ -10,19 +10,21 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from benchmarks.killing import fork
+from data.errors import Outage
 from data.helper_process import HelperProcess
 from tests.ranks import ROOT
 
 SCRIPT = f"""
 import os, sys, time
 sys.path.insert(0, {str(ROOT)!r})
+from data.errors import Outage
 from data.helper_process import serve
 
 def act(task):
     print("what a library prints is no answer")
     os.write(1, b"also in C\\n")
     if "error" in task:
-        raise ValueError(task["error"])
+        raise (Outage if task["outage"] else ValueError)(task["error"])
     if "status" in task:
         os._exit(task["status"])
     with open(task["file"], "a") as file:
@@ -57,8 +59,11 @@ def until_noted(tmp_path):
 def test_one_process_does_one_task_after_another(process, tmp_path):
     file = str(tmp_path / "notes")
     process.do({"file": file, "text": "ä"})
-    with pytest.raises(ValueError, match="^no such\nbucket$"):
-        process.do({"error": "no such\nbucket"})
+    with pytest.raises(ValueError, match="^no such\nbucket$") as raised:
+        process.do({"error": "no such\nbucket", "outage": False})
+    assert type(raised.value) is ValueError
+    with pytest.raises(Outage, match="^no answer$"):
+        process.do({"error": "no answer", "outage": True})
     with pytest.raises(ValueError, match="No such file or directory"):
         process.do({"file": str(tmp_path / "none" / "notes"), "text": ""})
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # as Slurm does, to all processes of a job

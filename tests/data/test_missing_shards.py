@@ -8,6 +8,7 @@ import pytest
 
 from data.encoded_dataset import open_loader
 from data.encoded_sets import remote_set
+from data.errors import Outage
 from data.fetching import WholeStream
 from data.latents import LatentDataset
 from data.loading import Placement
@@ -21,6 +22,7 @@ from tests.data.test_encoded_dataset import BATCH, write
     [
         ("local", r"data: .*local/.*: not there, and the set has no remote address; copy or encode the set again"),
         ("store", r"data: .*; start again when the store answers, and see .*"),
+        ("outage", r"data: .*: timed out; start again when the store answers, and see .*"),
         ("disk", r"data: .*/cache/\S+: No space left on device; make room there, and start the same command again"),
         ("damage", r"data: .*: Checksum failure: .*; copy or encode the set again"),
         ("cache", r"data: .*: the cache has no room for a shard, and none that could be removed; raise cache_limit"),
@@ -36,13 +38,25 @@ def test_what_to_do_about_a_shard_depends_on_what_is_wrong(tmp_path, monkeypatch
     loader = open_loader(dataset, Placement(BATCH, training=True), workers, drop_last=False)
     if problem == "disk":
         monkeypatch.setattr("data.fetching.fetch", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+    elif problem == "outage":
+        monkeypatch.setattr("data.fetching.fetch", Mock(side_effect=TimeoutError("timed out")))
     elif problem == "cache":
         dataset.cache_limit = 1  # byte, as where other workers fetch all that the cache has room for
     else:
         for file in (local if problem == "local" else store).glob("*.mds"):
             file.write_bytes(bytes(file.stat().st_size)) if problem == "damage" else file.unlink()
-    with pytest.raises(ValueError, match=f"^{said}$"):
+    with pytest.raises(ValueError, match=f"^{said}$") as raised:
         list(loader)
+    assert isinstance(raised.value, Outage) == (problem == "outage")  # by which a cluster starts the job again
+
+
+@pytest.mark.parametrize(("error", "status"), [(TimeoutError("timed out"), 1), (FileNotFoundError("no such key"), 2)])
+def test_a_store_that_does_not_answer_is_worth_another_start(tmp_path, monkeypatch, capsys, error, status):
+    monkeypatch.setattr("data.encoded_sets.fetch", Mock(side_effect=error))
+    with pytest.raises(SystemExit) as left, user_errors():
+        remote_set(url=str(tmp_path / "store"), cache=str(tmp_path / "cache")).manifest()
+    assert left.value.code == status
+    assert f"store/manifest.json: cannot be fetched ({error}); " in capsys.readouterr().err
 
 
 def test_a_disk_that_is_full_is_no_store_that_refuses_a_manifest(tmp_path, monkeypatch, capsys):

@@ -278,7 +278,7 @@ def test_why_the_last_copy_of_a_run_has_failed_is_said_once(bucket, tmp_path, mo
     try:
         if failed != "at the end":
             copies.begin(checkpoint, "latest", keep=1)
-            assert "credential has expired" in copies.wait()
+            assert "credential has expired" in str(copies.wait())
         if failed != "before the end":
             monkeypatch.setattr(copies._process, "do", at_the_end)
             copies.begin(checkpoint, "latest", keep=1)
@@ -286,6 +286,7 @@ def test_why_the_last_copy_of_a_run_has_failed_is_said_once(bucket, tmp_path, mo
             copies.finish()
     finally:
         bucket.refused = None
+    assert type(error.value) is ValueError  # and no `Outage`, as the store has refused it
     assert str(error.value).endswith("start the same command again, which copies it")
     assert capsys.readouterr().out.count("cannot be written") == (failed != "at the end")
     assert str(error.value).count("cannot be written") == (failed != "before the end")

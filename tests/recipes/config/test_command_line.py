@@ -141,7 +141,7 @@ def test_errors_that_a_user_can_mend_have_no_traceback(tmp_path, capsys):
 
     with pytest.raises(SystemExit) as left, user_errors():
         raise ConnectionError("cannot fetch http://a/0.tar: no answer; start again when the server answers")
-    assert left.value.code == 2
+    assert left.value.code == 1
     assert capsys.readouterr().err.startswith("error: cannot fetch http://a/0.tar: no answer; ")
     with pytest.raises(SystemExit) as left, user_errors():
         raise KeyboardInterrupt

@@ -18,6 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from callbacks import fid
 from callbacks.export import Export
+from data.errors import Outage
 from data.files import write_text
 from data.loading import Loading
 from data.sources.base import Sample
@@ -65,7 +66,7 @@ class SlowBucket:
         until(self.said.is_file)
         assert self.said.read_text() == "it asks"
         if self.refuses:
-            raise ValueError("s3://sets/run/latest.json: cannot be read (expired)")
+            raise Outage("s3://sets/run/latest.json: cannot be read (no answer)")
 
     def fetch(self, name, path):
         self.latest()
@@ -123,14 +124,14 @@ def a_slow_bucket(folder):
             "copy": copy,
             "load": lambda: fetched("s3://sets/run/ep0-ba9", folder),
         }
-        refusals = dict.fromkeys(waits, "^s3://sets/run/latest.json: cannot be read .expired.")
+        refusals = dict.fromkeys(waits, "^s3://sets/run/latest.json: cannot be read .no answer.")
         refusals["copy"] = "^checkpoints.bucket: ep0-ba9 could not be copied "  # why may have been said when it failed
         for refuses in (False, True):
             patch.setattr(SlowBucket, "refuses", refuses)
             for name, wait in waits.items():
                 patch.setattr(SlowBucket, "said", folder / f"{name}-{refuses}")
                 if refuses:
-                    with pytest.raises(ValueError, match=refusals[name]):
+                    with pytest.raises(Outage, match=refusals[name]):  # not the ValueError of a mistake
                         wait()
                 else:
                     wait()
@@ -381,9 +382,21 @@ def a_failure_of_the_first_rank(folder):
     assert alone == [False]
 
 
+def an_outage_of_one_rank(folder):
+    """All ranks end by it: a job is not started again where one of them says that there is a mistake."""
+
+    def ask():
+        if dist.get_rank() == 1:
+            raise Outage("no answer")
+
+    with pytest.raises(Outage, match="^no answer$"):
+        ranks.on_all_ranks(ask)
+
+
 CHECKS = {
     "what ranks tell each other": what_they_tell_each_other,
     "a failure of the first rank": a_failure_of_the_first_rank,
+    "an outage of one rank": an_outage_of_one_rank,
     "waiting: a slow bucket": a_slow_bucket,
     "waiting: a hang": a_hang,
     "waiting: a folder of each machine": a_folder_of_each_machine,
