@@ -107,9 +107,18 @@ def test_a_cached_token_sees_what_its_mask_shows():
     assert [call.seen for call in found["column"][1:]] == [6 + i // 4 + 1 for i in range(15)]
 
 
+@pytest.fixture
+def float64():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
 @pytest.mark.parametrize("name", operators.WORKLOADS)
-def test_both_ways_compute_the_same(name):
-    """In 32 bits: only the order of sums differs, which changes results by 1e-6 to 1e-5 of their norm."""
+def test_both_ways_compute_the_same(name, float64):
+    """Only the order of sums differs. In 64 bits that changes results by at most 2e-12 of their norm; in 32 bits, norms
+    over few channels of a small U-Net with random weights let it grow to 1e-4, depending on the CPU."""
     torch.manual_seed(0)
     setting = VariedWeights(SMALL.device, SMALL.small)
     work = operators.WORKLOADS[name](setting)
@@ -120,7 +129,7 @@ def test_both_ways_compute_the_same(name):
             found.append(work().double().clone())
         assert calls
     assert found[0].norm() > 0
-    assert (found[1] - found[0]).norm() <= 1e-4 * found[0].norm()
+    assert (found[1] - found[0]).norm() <= 1e-9 * found[0].norm()
     if name == "DALL-E, cached sampling":
         assert found[0].unique().numel() > 2  # tokens, which depend on the logits
 
