@@ -8,6 +8,7 @@ from torch import Tensor
 
 from data.crops import Box
 from data.sources.base import InputShard, Position, Rejected
+from precompute.problems import Problem
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class DecodedBatch:
         images: those of the first rows, up to B.
         rejected: samples that are not encoded, with their positions.
         ends: shards that were read to their end.
-        failures: shards that could not be read, each with a one-line reason.
+        failures: shards that could not be read, each with the reason.
     """
 
     pixels: dict[int, Tensor]
@@ -68,7 +69,7 @@ class DecodedBatch:
     images: list[ImageFacts]
     rejected: list[tuple[Position, Rejected]] = field(default_factory=list)
     ends: list[ShardEnd] = field(default_factory=list)
-    failures: list[tuple[InputShard, str]] = field(default_factory=list)
+    failures: list[tuple[InputShard, Problem]] = field(default_factory=list)
 
     def pin_memory(self) -> DecodedBatch:
         """Moves the tensors to pinned memory. The DataLoader calls it where a GPU copies from the batch."""

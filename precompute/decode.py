@@ -19,6 +19,7 @@ from data.transforms import crop_box, resize, side_needed
 from data.worker_deaths import Places, forget_alarms, keep_alarms, raise_alarm
 from precompute.batch import DecodedBatch, ImageFacts, ShardEnd
 from precompute.columns import stored_key
+from precompute.problems import Problem
 from precompute.unreadable import Unreadable, read_samples
 
 
@@ -102,7 +103,7 @@ class DecodedBatches(IterableDataset):
 
     def _read(
         self, shard: InputShard, part: int, parts: int
-    ) -> Iterator[tuple[Position, Sample | Rejected] | ShardEnd | str]:
+    ) -> Iterator[tuple[Position, Sample | Rejected] | ShardEnd | Problem]:
         """(position, sample) of every `parts`-th sample, then the shard's end, or the error that it broke off with."""
         number = 0
         try:
@@ -113,7 +114,7 @@ class DecodedBatches(IterableDataset):
                     yield position, self._unless_killer(position, sample)
                 self._mark(shard, number)
         except Unreadable as error:
-            yield str(error)
+            yield error.problem
             return
         yield ShardEnd(shard, number, parts)
 

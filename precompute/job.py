@@ -28,6 +28,7 @@ from precompute.config import EncodeConfig, source_options
 from precompute.decode import DecodedBatches, Preparation, batches
 from precompute.output import CONFIG, MERGING, OutputSet
 from precompute.pipeline import EncodePipeline
+from precompute.problems import Problem
 from precompute.progress import EncodeProgress, duration
 from precompute.provenance import encoding_options, manifest_fields
 from precompute.totals import counts_text
@@ -110,7 +111,7 @@ def run(config: EncodeConfig, sources: dict[str, Source], sets: dict[str, Output
             claims[shard.label].release(shard.shard)
         upload(shard)
 
-    def give_up(shard: InputShard, problem: str) -> None:
+    def give_up(shard: InputShard, problem: Problem) -> None:
         sets[shard.label].note_unreadable(shard.shard, problem)
         if shared:
             claims[shard.label].release(shard.shard)
@@ -158,7 +159,7 @@ def _finish(
     rank: Rank,
     fields: dict[str, Any],
     options: dict[str, dict[str, Any]],
-    failed: dict[str, str],
+    failed: dict[str, Problem],
 ) -> None:
     """Merges every set of which no shard is left, now that this rank's share is done.
 
@@ -171,9 +172,9 @@ def _finish(
         failed: shards that this rank could not read, with the problem.
 
     Raises:
-        ValueError: input shards of a set could not be read.
+        ValueError: input shards of a set could not be read, an `Outage` where a store or server did not answer.
     """
-    unreadable: dict[str, str] = {}
+    unreadable: dict[str, Problem] = {}
     others = False  # whether shards of any set are left to them
     for label, output in sets.items():
         remaining, broken = not_done(output)
@@ -244,7 +245,7 @@ def _encode(
                 if death.positions[0].shard in left:
                     hopeless |= quarantine.add(death, -2 - number)  # of another start: no two are in a row
             for shard in hopeless.keys() & set(left):
-                pipeline.fail(shard, hopeless[shard])
+                pipeline.fail(shard, Problem(hopeless[shard]))
             left = [shard for shard in left if shard not in pipeline.failed]
             if not left:
                 continue

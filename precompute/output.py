@@ -33,6 +33,7 @@ from data.side_by_side import side_by_side
 from precompute.config import EncodeConfig, changed_option
 from precompute.folder_gone import FolderGone
 from precompute.merged_index import END, merged_shards
+from precompute.problems import Problem
 from precompute.totals import counts_text, rejected, totals
 from precompute.upload import MARKER, Copy
 
@@ -224,9 +225,10 @@ class OutputSet:
                 raise
             shutil.rmtree(partial, ignore_errors=True)  # as above
 
-    def note_unreadable(self, shard: str, problem: str) -> None:
+    def note_unreadable(self, shard: str, problem: Problem) -> None:
         """Writes down that an input shard could not be read, for the ranks that finish later."""
-        write_json(self.out / UNREADABLE / f"{shard}.json", {"shard": shard, "problem": problem})
+        facts = {"shard": shard, "problem": problem.text, "outage": problem.outage}
+        write_json(self.out / UNREADABLE / f"{shard}.json", facts)
 
     def forget_unreadable(self, shards: Collection[str]) -> None:
         """Removes the notes of shards that are tried again."""
@@ -234,13 +236,13 @@ class OutputSet:
             if path.stem in shards:
                 path.unlink(missing_ok=True)
 
-    def unreadable(self) -> dict[str, str]:
+    def unreadable(self) -> dict[str, Problem]:
         """Input shards that could not be read, each with the problem."""
         found = {}
         for path in sorted((self.out / UNREADABLE).glob("*.json")):
             with suppress(FileNotFoundError):  # a rank that has just started tries it again
                 values = _read_json(path, remove=path)
-                found[values["shard"]] = values["problem"]
+                found[values["shard"]] = Problem(values["problem"], values.get("outage", False))
         return found
 
     def merge(self, fields: dict[str, Any], options: dict[str, Any], leave_out: Collection[str] = ()) -> Manifest:

@@ -26,6 +26,7 @@ from precompute.config import source_options
 from precompute.folder_gone import FolderGone
 from precompute.output import CONFIG, MERGING, OutputSet
 from precompute.pack_config import PackConfig
+from precompute.problems import Problem
 from precompute.shard_folder import ShardFolder, Storage
 from precompute.totals import counts_text, rejected
 from precompute.unreadable import Unreadable, could_not_be_read, not_done, read_samples
@@ -108,8 +109,8 @@ def pack(config: PackConfig, sources: dict[str, Source], sets: dict[str, OutputS
             _pack_shard(config, sources[label], sets[label], shard, rank, vocabulary, options[label], keep)
         except Unreadable as error:
             every_rank.warning(f"pack: {shard} could not be read: {error}")
-            sets[label].note_unreadable(shard, str(error))
-    unreadable: dict[str, str] = {}
+            sets[label].note_unreadable(shard, error.problem)
+    unreadable: dict[str, Problem] = {}
     others = False  # whether shards of any set are left to them
     for label, output in sets.items():
         missing, broken = not_done(output)

@@ -21,6 +21,7 @@ from precompute.batch import DecodedBatch
 from precompute.columns import crop_column
 from precompute.encodings import Encodings, encode, encode_exactly
 from precompute.folder_gone import FolderGone
+from precompute.problems import Problem
 from precompute.progress import EncodeProgress
 from precompute.writer import EncodedSample, ShardWriter
 from recipes.encoders.base import ImageEncoder, TextEncoder
@@ -75,14 +76,14 @@ class EncodePipeline:
         open_writer: Callable[[InputShard], ShardWriter],
         publish: Callable[[InputShard], None],
         progress: EncodeProgress,
-        give_up: Callable[[InputShard, str], None] = lambda shard, problem: None,
+        give_up: Callable[[InputShard, Problem], None] = lambda shard, problem: None,
         keep: Callable[[Collection[InputShard]], None] = lambda shards: None,
     ) -> None:
         self.images, self.texts = images, texts
         self.open_writer, self.publish, self.progress = open_writer, publish, progress
         self.give_up, self.keep = give_up, keep
         self.writers: dict[InputShard, ShardWriter] = {}
-        self.failed: dict[InputShard, str] = {}
+        self.failed: dict[InputShard, Problem] = {}
         self.finished: set[InputShard] = set()
         self.waited = 0.0
         self.full_captions = 0
@@ -204,13 +205,13 @@ class EncodePipeline:
                 try:
                     writer.end(end.samples, end.parts)
                 except ValueError as error:
-                    self.fail(end.shard, str(error))
+                    self.fail(end.shard, Problem(str(error)))
         for shard, problem in batch.failures:
             self.fail(shard, problem)
         rejected = len(batch.rejected) + len(result.rejected)
         self.progress.update(len(batch.images) - len(result.rejected), rejected)
 
-    def fail(self, shard: InputShard, problem: str) -> None:
+    def fail(self, shard: InputShard, problem: Problem) -> None:
         """Gives a shard up. The next start of the job tries it again."""
         if self._is_written(shard):
             self.failed[shard] = problem

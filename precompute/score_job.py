@@ -22,6 +22,7 @@ from precompute.claims import shards_to_do
 from precompute.config import EncodeConfig, changed_option, source_options
 from precompute.job import pick_device
 from precompute.output import OutputSet
+from precompute.problems import Problem
 from precompute.unreadable import Unreadable, could_not_be_read, not_done, read_samples
 from recipes.config.build import build
 from recipes.config.values import plain_values
@@ -65,10 +66,10 @@ def score(config: EncodeConfig, model: str) -> bool:
                 scores = score_shard(sources[label], shard, decoder, scorer, config.batch, pool, keep)
             except Unreadable as error:
                 every_rank.warning(f"scores: {shard} could not be read: {error}")
-                sets[label].note_unreadable(shard, str(error))
+                sets[label].note_unreadable(shard, error.problem)
                 continue
             write_scores(score_file(folders[label], shard), scores)
-    unreadable: dict[str, str] = {}
+    unreadable: dict[str, Problem] = {}
     left = [_summarise(output, facts[label], unreadable) for label, output in sets.items()]
     if unreadable and not any(left):
         raise could_not_be_read(unreadable, ", or take them out of the source")
@@ -146,7 +147,7 @@ def score_shard(
     return ShardScores(keys, np.concatenate(embeddings[1:] or embeddings), np.concatenate(similarities))
 
 
-def _summarise(output: OutputSet, facts: dict[str, Any], unreadable: dict[str, str]) -> int:
+def _summarise(output: OutputSet, facts: dict[str, Any], unreadable: dict[str, Problem]) -> int:
     """Write the figures of a set's similarities, and the share of pairs above each threshold as a chart.
 
     Nothing is written where shards are missing. Of those, `unreadable` gets the ones that could not be read, each with

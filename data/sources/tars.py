@@ -31,7 +31,7 @@ from typing import BinaryIO
 import braceexpand
 
 from data.disk_errors import disk_error
-from data.downloads import advice, fetch, shown
+from data.downloads import advice, fetch, shown, store_error
 from data.errors import one_line
 from data.side_by_side import side_by_side
 from data.sources.base import (
@@ -99,7 +99,7 @@ class TarSource:
 
         Raises:
             FileNotFoundError: the tar is gone; the message names it.
-            ConnectionError: a remote tar could not be fetched whole.
+            ValueError: a remote tar could not be fetched whole, an `Outage` where the server does not answer.
         """
         if shard not in self.urls:
             raise ValueError(f"no shard {shard!r} in this source: it has {len(self.urls)}")
@@ -198,7 +198,7 @@ def open_tar(url: str) -> Iterator[BufferedReader]:
                 what = advice(error, "start again when the server answers")
                 if disk_error(error) is not None:
                     what = f"make room in {tempfile.gettempdir()} (TMPDIR)"
-                raise ConnectionError(f"cannot fetch {shown(url)}: {one_line(error)}; {what}") from error
+                raise store_error(f"cannot fetch {shown(url)}: {one_line(error)}; {what}", error) from error
             file = open(local, "rb")  # noqa: SIM115 - its name goes now; a killed process leaves nothing behind
     with file:
         yield file

@@ -25,11 +25,11 @@ def assert_same(one: list[dict], other: list[dict]) -> None:
                 assert value == right[name], name
 
 
-def error_of(main: Callable[[list[str]], None], arguments: list[str], capsys) -> str:
+def error_of(main: Callable[[list[str]], None], arguments: list[str], capsys, status: int = 2) -> str:
     """The one line that a command ends with."""
     with pytest.raises(SystemExit) as end:
         main(arguments)
-    assert end.value.code == 2
+    assert end.value.code == status
     error = capsys.readouterr().err.strip()
     assert error.startswith("error: ") and "\n" not in error
     return error

@@ -15,6 +15,7 @@ from precompute.claims import LOST, Claims, begun_shards, shards_to_do
 from precompute.encode import main
 from precompute.job import _finish
 from precompute.output import DONE, STALE, OutputSet
+from precompute.problems import Problem
 from precompute.shard_folder import ShardFolder
 from tests.precompute.output_sets import ages_when_published
 from tests.ranks import launch
@@ -34,7 +35,7 @@ def test_a_shard_is_begun_by_one_rank(tmp_path):
     finish(output, "b")
     assert not other.take("b")
     assert other.free([]) == ["d", "c"] and other.free(["d"]) == ["c"]
-    output.note_unreadable("d", "the server is gone")
+    output.note_unreadable("d", Problem("the server is gone"))
     assert other.free([]) == ["c"]
     one.release("a")
     one.release("a")
@@ -57,12 +58,12 @@ def test_shards_that_could_not_be_read_at_an_earlier_start_are_tried_again(tmp_p
     """Their ranks may start later, and a rank that ends before would take them for the only ones that are left."""
     output = OutputSet(tmp_path, ["a", "b"])
     for shard in output.shards:
-        output.note_unreadable(shard, "the server is gone")
+        output.note_unreadable(shard, Problem("the server is gone"))
         os.utime(tmp_path / "unreadable" / f"{shard}.json", (1, 1))
     claims = Claims(output, 0)
     claims.forget([])
     assert claims.free([]) == ["b", "a"]
-    output.note_unreadable("b", "the server is still gone")
+    output.note_unreadable("b", Problem("the server is still gone"))
     assert claims.free([]) == ["a"]
 
 
@@ -101,10 +102,10 @@ def test_shards_of_a_ranks_share_that_could_not_be_read_are_tried_again(tmp_path
     """Their notes go first of all: other ranks would take them for the only ones that are left."""
     output = OutputSet(tmp_path, ["a", "b"])
     for shard in output.shards:
-        output.note_unreadable(shard, "the server is gone")
+        output.note_unreadable(shard, Problem("the server is gone"))
     shards = shards_to_do({"train": output}, Rank(0, 2))
     label, shard, _ = next(shards)
-    assert (label, shard) == ("train", "a") and output.unreadable() == {"b": "the server is gone"}
+    assert (label, shard) == ("train", "a") and output.unreadable() == {"b": Problem("the server is gone")}
     shards.close()
     assert not begun_shards(output)
 
@@ -219,7 +220,7 @@ def test_a_rank_does_those_of_its_shards_that_another_gave_up(encoded, recipe, t
 
     def given_up(claims, tried):
         for shard in os.listdir(output.out / "begun"):
-            output.note_unreadable(shard, "the server is gone")
+            output.note_unreadable(shard, Problem("the server is gone"))
             Claims(output, 1).release(shard)
         return look(claims, tried)
 
@@ -234,7 +235,7 @@ def test_what_one_rank_could_not_read_and_another_has_begun_is_not_given_up(tmp_
     """A machine without a network gives up all shards that it takes over. The others read them all the same."""
     output = OutputSet(tmp_path, ["a", "b"])
     finish(output, "a")
-    output.note_unreadable("b", "the server is gone")
+    output.note_unreadable("b", Problem("the server is gone"))
     assert Claims(output, 1).take("b")
 
     class Config:

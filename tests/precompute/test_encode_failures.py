@@ -19,6 +19,7 @@ from data.sources.tars import TarSource
 from precompute import pipeline
 from precompute.encode import main
 from precompute.output import OutputSet
+from precompute.problems import Problem
 from tests.disks import fill, read_only, small_disk, small_files
 from tests.precompute.encode_checks import assert_same, expect_error
 
@@ -42,14 +43,14 @@ def test_shards_that_cannot_be_read_stay_undone(encoded, read, recipe, tmp_path,
     with monkeypatch.context() as patch:
         patch.setattr(TarSource, "read", broken)
         patch.setattr(pipeline, "every_rank", SimpleNamespace(warning=told.append))
-        error = expect_error([path], capsys)
+        error = expect_error([path], capsys, status=1)  # an outage: a cluster starts the job again
     assert "1 input shards could not be read" in error and "the server is gone" in error
     assert len(told) == 1 and "could not be read: the server is gone" in told[0]  # at once: the job may take days
     out = tmp_path / "out" / "train"
     assert len(list((out / "shards").iterdir())) == 2 and not (out / "manifest.json").exists()
     with monkeypatch.context() as patch:
         patch.setattr(TarSource, "read", broken)
-        error = expect_error([path, "leave_out_unreadable=true"], capsys)
+        error = expect_error([path, "leave_out_unreadable=true"], capsys, status=1)
     assert "1 input shards could not be read" in error and Manifest.read(out).shards == 2
     assert_same([s for s in read(encoded) if not s["key"].startswith("00001")], read(out))
     main([path])
@@ -123,7 +124,7 @@ def test_an_old_note_of_a_shard_that_is_done_is_nothing(recipe, monkeypatch, tmp
     (tmp_path / "out" / "train" / "manifest.json").unlink()
     monkeypatch.setenv("WORLD_SIZE", "2")
     shard = next(p.name for p in (output.out / "shards").iterdir() if p.name.startswith("00001"))  # rank 1's
-    output.note_unreadable(shard, "the server is gone")
+    output.note_unreadable(shard, Problem("the server is gone"))
     main([path])
     assert Manifest.read(output.out).shards == 3
 

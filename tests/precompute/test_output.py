@@ -19,6 +19,7 @@ from precompute import merged_index
 from precompute.config import EncodeConfig, reading, source_options
 from precompute.job import _finish
 from precompute.output import STALE, OutputSet
+from precompute.problems import Problem
 from precompute.upload import Copy
 from recipes.config.recipe import load_config
 from tests.disks import on_disk_before_named
@@ -212,8 +213,8 @@ def test_ranks_look_into_no_folder_while_others_are_missing(tmp_path, monkeypatc
     assert not output.is_complete({}, output.shards)
     _finish(None, {"train": output}, Rank(0, 2), {}, {}, {})
     assert looked == []
-    output.note_unreadable("b", "broken")
-    output.note_unreadable("c", "broken")
+    output.note_unreadable("b", Problem("broken"))
+    output.note_unreadable("c", Problem("broken"))
     _finish(None, {"train": output}, Rank(0, 2), {}, {}, {})
     assert looked == ["a"]
 

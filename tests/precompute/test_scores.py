@@ -24,6 +24,7 @@ from precompute import duplicates, score_job, scores
 from precompute.claims import LOST, Claims
 from precompute.duplicates import similar_rows
 from precompute.output import OutputSet
+from precompute.problems import Problem
 from tests.precompute.output_sets import age, begin_hours_ago
 
 COLOURS = {"train": ["red", "green", "blue", "yellow", "white"], "val": ["navy", "red", "white"]}
@@ -236,7 +237,7 @@ def test_a_rank_without_work_scores_the_shards_of_a_lost_one(job, monkeypatch, t
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("RANK", "7")  # it has no shard of its own
     (shard,) = shards_of(root, "val")
-    OutputSet(tmp_path / "val" / "scores", []).note_unreadable(shard, "the server is gone")
+    OutputSet(tmp_path / "val" / "scores", []).note_unreadable(shard, Problem("the server is gone"))
     os.utime(tmp_path / "val" / "scores" / "unreadable" / f"{shard}.json", (1, 1))  # before this start
     scores.main([*arguments, f"out={tmp_path}"])
     for split in COLOURS:

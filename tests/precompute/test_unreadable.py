@@ -4,7 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from data.errors import Outage
 from precompute.output import DONE, OutputSet
+from precompute.problems import Problem
 from precompute.unreadable import Unreadable, could_not_be_read, not_done, read_samples
 
 
@@ -14,6 +16,26 @@ def source_with(error):
         raise error
 
     return SimpleNamespace(read=read)
+
+
+@pytest.mark.parametrize(
+    ("error", "outage"),
+    [
+        (ConnectionError("reset"), True),
+        (Outage("cannot fetch s3://a/0.tar: 503"), True),
+        (ValueError("cannot fetch s3://a/0.tar: 403"), False),
+        (FileNotFoundError("no file s3://a/0.tar"), False),
+    ],
+)
+def test_a_shard_that_may_be_read_later_makes_an_outage(tmp_path, error, outage):
+    """By which a job ends with the status that makes a cluster start it again; of all ranks the last one raises it."""
+    with pytest.raises(Unreadable) as raised:
+        list(read_samples(source_with(error), "00"))
+    assert raised.value.problem.outage is outage
+    output = OutputSet(tmp_path, ["00", "01"])
+    output.note_unreadable("00", raised.value.problem)
+    output.note_unreadable("01", Problem("no tar"))
+    assert isinstance(could_not_be_read(output.unreadable(), ""), Outage) is outage
 
 
 @pytest.mark.parametrize(
@@ -48,17 +70,18 @@ def test_folders_are_looked_into_when_no_other_rank_has_one_left(tmp_path, monke
         output.folder(shard).mkdir(parents=True)
     (output.folder("a") / DONE).write_text("{}")
     assert not_done(output) == (1, {}) and not looked
-    output.note_unreadable("c", "the server is gone")
-    assert not_done(output) == (2, {"c": "the server is gone"}) and set(looked) == {"a", "b"}  # b lost its files
+    gone = Problem("the server is gone", outage=True)
+    output.note_unreadable("c", gone)
+    assert not_done(output) == (2, {"c": gone}) and set(looked) == {"a", "b"}  # b lost its files
     (output.folder("b") / DONE).write_text("{}")
-    assert not_done(output) == (1, {"c": "the server is gone"})
+    assert not_done(output) == (1, {"c": gone})
 
 
 def test_the_first_three_are_listed():
-    problems = dict(zip("abcde", "vwxyz", strict=True))
+    problems = {shard: Problem(text) for shard, text in zip("abcde", "vwxyz", strict=True)}
     text = str(could_not_be_read(problems, ", or leave them out"))
     assert text == (
         "5 input shards could not be read; start the job again to try them again, or leave them out: a: v; b: w; c: x; "
         "and 2 more, in the folder unreadable"
     )
-    assert str(could_not_be_read({"a": "v"}, "")).endswith("try them again: a: v")
+    assert str(could_not_be_read({"a": Problem("v")}, "")).endswith("try them again: a: v")
