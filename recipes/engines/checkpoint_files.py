@@ -152,6 +152,11 @@ class CheckpointFiles:
         if self._copies is not None:
             by_first_rank(lambda: self._copies.catch_up(self.kind.newest(self.folder), self.link.name, self.keep))
 
+    def flush(self) -> None:
+        """Write what the loggers' files lack, of the batch of the newest checkpoint."""
+        if self._loggers is not None:
+            self._loggers.flush()
+
     def wait(self) -> None:
         """Wait until the last checkpoint is in the bucket, or could not be copied. Every rank must call it."""
         if self._copies is not None:

@@ -30,7 +30,8 @@ PREFIX = "task."  # of every parameter's name under Composer, whose model holds 
 MOVED = {("weights",), ("optimizer",), (LEVERS,), ("state", "model"), ("state", "optimizers")}
 DURATIONS = ("total_wct", "iteration_wct", "epoch_wct", "batch_wct")
 OF_COMPOSER = (  # callbacks that are not of the recipe; all but the last have no state
-    "CheckpointSaver", "WholeCheckpoints", "Destination", "EndIfAsked", "EndWorkers", "Generators",
+    "CheckpointSaver", "WholeCheckpoints", "Destination", "EndIfAsked", "EndWorkers", "SaveEarly",
+    "Generators",
 )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ class Callback(Hooks):
 class PeriodicCallback(Callback):
     """A callback that acts at intervals, and at the end of the run.
 
-    Subclasses define `act`, which runs on every rank.
+    Subclasses define `act`, which runs on every rank, after a checkpoint that is due has been saved.
     """
 
     def __init__(self, every: str | None) -> None:
@@ -42,11 +42,7 @@ class PeriodicCallback(Callback):
         """
         self.due = Interval(every)
 
-    def step_end(self, run: Run) -> None:
-        if self.due(run.clock):
-            self.act(run)
-
-    def epoch_end(self, run: Run) -> None:
+    def after_save(self, run: Run) -> None:
         if self.due(run.clock):
             self.act(run)
 

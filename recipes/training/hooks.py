@@ -10,8 +10,8 @@ from recipes.training.run import Run
 class Hooks:
     """The base class of levers and callbacks. Its methods do nothing unless a subclass overrides them.
 
-    A run calls the methods in this order. Only callbacks have `gradients_ready`; levers have four other methods in its
-    place (see `recipes.training.lever.Lever`)::
+    A run calls the methods in this order. Only callbacks have `gradients_ready` and `after_save`; levers have four
+    other methods in place of the first (see `recipes.training.lever.Lever`)::
 
         loaded
         begin
@@ -21,11 +21,13 @@ class Hooks:
                 before_forward, after_forward, before_backward, after_backward
             gradients_ready         # averaged, clipped, as the optimizer will see them
             step_end                # the optimizer has stepped, and the clock has moved on
+            after_save              # a checkpoint that is due has been saved
             for each validation set that is due:
                 eval_start
                 for each microbatch: eval_before_forward, eval_after_forward
                 eval_end
             epoch_end               # after the last batch of an epoch
+            after_save, validation  # as above
         end
     """
 
@@ -61,6 +63,10 @@ class Hooks:
 
     def step_end(self, run: Run) -> None:
         """Called after the optimizer's step, when the clock counts the batch."""
+
+    def after_save(self, run: Run) -> None:
+        """Called after `step_end` and `epoch_end` of all, when a checkpoint that is due has been saved, except at the
+        end of the run. What takes long or may fail belongs here: it costs no training."""
 
     def epoch_end(self, run: Run) -> None:
         """Called after the last batch of an epoch, when the clock counts the epoch."""

@@ -80,10 +80,10 @@ def test_done_is_said_at_the_end_and_once(tmp_path, task, capsys):
     callback = Export(task, "run", str(tmp_path), LOADING, None, None, every="2ba")
     run = FakeRun(task, duration="4ba")
     for batch in range(1, 5):
-        callback.step_end(run.at(batch, samples=3))
+        callback.after_save(run.at(batch, samples=3))
         assert (tmp_path / "export").exists() == (batch >= 2)
         assert not (tmp_path / "export" / "done.json").exists()
-    callback.epoch_end(run)
+    callback.after_save(run)
     assert written == [2]
     callback.end(run)
     assert written == [2, 4]
@@ -97,9 +97,9 @@ def test_weights_that_are_not_finite_leave_the_old_export(tmp_path, task, capsys
     task.had_one, task.weight = False, torch.nn.Parameter(torch.ones(2))
     callback = Export(task, "run", str(tmp_path), LOADING, None, None, every="2ba")
     run = FakeRun(task, duration="6ba")
-    callback.step_end(run.at(2))
+    callback.after_save(run.at(2))
     task.weight.data[1], task.had_one, task.version = torch.inf, True, 2
-    callback.step_end(run.at(4))
+    callback.after_save(run.at(4))
     assert f"export: batch 4 is not finite; {tmp_path}/export is left as it is" in capsys.readouterr().out
     with pytest.raises(ValueError, match="export: weights are not finite at the end of the run"):
         callback.end(run.at(6))

@@ -63,7 +63,7 @@ def test_figures_are_those_of_the_images_and_the_reference(make):
     assert callback.grid.steps == 5 and callback.grid.seed == 3 and len(set(callback.grid.prompts)) == 7
     callback.begin(run)
     for batch in range(1, 6):
-        callback.step_end(run.at(batch))
+        callback.after_save(run.at(batch))
     settings = Settings(metrics=["fid", "kid"], kid_subset_size=3)  # half of the images
     for batch in (2, 4, 5):
         drawn = {"features": callback.grid.images(run.at(batch)).mean((1, 2), dtype=np.float32)}

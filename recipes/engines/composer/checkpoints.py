@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from composer import Callback, Event, State
+from composer import Callback as ComposerCallback
+from composer import Event, State
 from composer.callbacks import CheckpointSaver
 from composer.loggers import Logger
 from composer.utils import reproducibility
@@ -16,8 +17,10 @@ from composer.utils import reproducibility
 from data.log import log
 from recipes.engines.checkpoint_files import CheckpointFiles, end_if_asked, first_rank_writes, whole
 from recipes.engines.composer.run import ComposerRun
+from recipes.engines.early_save import EarlySave
 from recipes.engines.lever_states import LEVERS, gathered, separated
 from recipes.engines.save_planner import SavePlanner
+from recipes.training.callback import Callback
 from recipes.training.checkpoint_names import KINDS
 from recipes.training.finite import is_worth_keeping
 
@@ -50,10 +53,14 @@ class WholeCheckpoints(CheckpointSaver):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Loads nothing: Composer's saver would restore the names of all checkpoints that were ever saved."""
 
+    def save(self, state: State, logger: Logger) -> None:
+        """Save a checkpoint now. Every rank must call it."""
+        self._save_checkpoint(state, logger)
+
     def save_and_wait(self, state: State, logger: Logger) -> None:
         """Save a checkpoint unless there is one of this batch, and wait for its copy. Every rank must call it."""
         if self.last_checkpoint_batch != state.timestamp.batch:
-            self._save_checkpoint(state, logger)
+            self.save(state, logger)
         self.files.wait()
 
     def fit_end(self, state: State, logger: Logger) -> None:
@@ -91,7 +98,43 @@ def _write(state: State, path: Path, sharded: bool) -> None:
         first_rank_writes(path, write)
 
 
-class EndIfAsked(Callback):
+class SaveEarly(ComposerCallback):
+    """Calls `after_save` of the recipe's callbacks, and saves a checkpoint that is due before; see `EarlySave`.
+
+    It comes after these callbacks, so that they have seen the end of the batch, and before the saver.
+    """
+
+    def __init__(
+        self, run: ComposerRun, callbacks: Iterable[Callback], saver: WholeCheckpoints | None, every: str | None
+    ) -> None:
+        """
+        Args:
+            run: is shown to callbacks.
+            callbacks: of the recipe.
+            saver: None: the recipe saves nothing.
+            every: interval between checkpoints; None: only the end of the run.
+        """
+        self._run = run
+        self._callbacks = list(callbacks)
+        self._saver = saver
+        self._early = None if saver is None else EarlySave(run, self._callbacks, saver.files, every)
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if self._early is not None:
+            self._early.before(lambda: self._saver.save(state, logger))
+        for callback in self._callbacks:
+            callback.after_save(self._run)
+
+    epoch_end = batch_end
+
+    def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        if self._early is not None:
+            self._early.after(lambda: self._saver.save(state, logger))
+
+    epoch_checkpoint = batch_checkpoint
+
+
+class EndIfAsked(ComposerCallback):
     """Ends the run after a batch in which a rank got a signal; see `end_if_asked`. It comes after the saver."""
 
     def __init__(self, run: ComposerRun, saver: WholeCheckpoints | None) -> None:

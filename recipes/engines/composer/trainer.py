@@ -26,7 +26,7 @@ from recipes.config.recipe import Recipe
 from recipes.config.values import plain_values
 from recipes.engines.checkpoint_files import CheckpointFiles
 from recipes.engines.composer.adapters import as_algorithms, callbacks_of, run_callback
-from recipes.engines.composer.checkpoints import EndIfAsked, WholeCheckpoints
+from recipes.engines.composer.checkpoints import EndIfAsked, SaveEarly, WholeCheckpoints
 from recipes.engines.composer.generators import Generators
 from recipes.engines.composer.intervals import CHECKPOINT, at_intervals
 from recipes.engines.composer.load_planner import LoadPlanner, Sharded
@@ -151,6 +151,7 @@ def own_unpickling(task: torch.nn.Module, optimizer: torch.optim.Optimizer) -> I
         path = os.path.realpath(path)  # Composer links to the file from a temporary folder
         found = upgraded(load_plain(path, lazily=True))
         saved_in(path, found, "composer").check(task, type(optimizer).__name__)
+        found["state"]["callbacks"].setdefault(SaveEarly.__name__, {})  # Composer warns of what earlier versions lacked
         return found
 
     composer_checkpoint._torch_load_with_validation = load
@@ -246,6 +247,7 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts, optimizer: torch.opt
         parallelism_config={"fsdp": fsdp_config(recipe, parts.task, start, planner)} if parts.divided else None,
         callbacks=[
             *(run_callback(callback, run, name) for name, callback in by_names_of_states(parts.callbacks).items()),
+            SaveEarly(run, parts.callbacks.values(), saver, checkpoints.every),
             Generators(),
             *([] if saver is None else [saver]),
             EndIfAsked(run, saver),

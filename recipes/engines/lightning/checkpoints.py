@@ -26,6 +26,7 @@ from data.stores import STORES, scheme_of
 from recipes.config.recipe import Recipe
 from recipes.engines.checkpoint_files import CheckpointFiles, first_rank_writes, whole
 from recipes.engines.counts import Counts
+from recipes.engines.early_save import EarlySave
 from recipes.engines.fetched_checkpoints import fetched
 from recipes.engines.lazy import copied, copy_moments
 from recipes.engines.legacy_checkpoints import upgraded
@@ -78,6 +79,7 @@ class Checkpoints:
         self.files = CheckpointFiles(
             self._folder, KINDS["lightning"], self._config.keep, self._config.bucket, run.loggers
         )
+        self._early = EarlySave(run, parts.callbacks.values(), self.files, recipe.checkpoints.every)
         self.generators: list[dict[str, Any]] | None = None
         address = self._config.load_path
         found = from_first_rank(start_of(recipe, "lightning", address) or address)
@@ -154,9 +156,17 @@ class Checkpoints:
 
     # --- saving --------------------------------------------------------------------------------
 
+    def save_early(self) -> None:
+        """Save a checkpoint that is due, before callbacks act and validation. Every rank must call it."""
+        if self._config.save:
+            self._early.before(self.save)
+
     def save_if_due(self) -> None:
-        """Save a checkpoint where the interval asks for one. Every rank must call it."""
-        if self._config.save and self._due(self._run.clock):
+        """Save a checkpoint that is due and not saved yet, or must be saved again. Every rank must call it."""
+        if not self._config.save:
+            return
+        self._early.after(self.save)
+        if self._due(self._run.clock) and self._saved_at != self._run.counts.batch:
             self.save()
 
     def save_and_wait(self) -> None:

@@ -21,20 +21,24 @@ def seed_all(seed: int) -> None:
 
 
 def generator_states() -> list[dict[str, Any]]:
-    """The states of this process's generators on every rank, by rank. Every rank must call it.
-
-    They hold tensors and plain values only, so that a checkpoint needs no unpickling of other types.
-    """
-    state = with_tensors(
-        {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    )
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
+    """The states of this process's generators on every rank, by rank. Every rank must call it."""
+    state = own_generators()
     if world_size() == 1:
         return [state]
     states: list[dict[str, Any]] = [{}] * world_size()
     dist.all_gather_object(states, state)
     return states
+
+
+def own_generators() -> dict[str, Any]:
+    """The states of this process's generators: tensors and plain values only, so that a checkpoint needs no unpickling
+    of other types."""
+    state = with_tensors(
+        {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    )
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
 
 
 def restore_generators(states: list[dict[str, Any]]) -> None:

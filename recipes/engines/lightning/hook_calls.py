@@ -39,6 +39,11 @@ class HookCalls:
         for callback in self._parts.callbacks.values():
             callback.gradients_ready(self._run)
 
+    def after_save(self) -> None:
+        """A checkpoint that is due at the end of a batch or of an epoch has been saved."""
+        for callback in self._parts.callbacks.values():
+            callback.after_save(self._run)
+
 
 class BetweenBatches(pl.Callback):
     """Begins and ends batches, epochs, validation and the run, in the order that Composer has."""
@@ -52,6 +57,7 @@ class BetweenBatches(pl.Callback):
         eval_every: str | None,
         load: Callable[[], None],
         first_batch: Callable[[], None],
+        save_early: Callable[[], None],
         save: Callable[[], None],
         end_if_asked: Callable[[], None],
     ) -> None:
@@ -63,7 +69,8 @@ class BetweenBatches(pl.Callback):
             eval_every: interval of validation; None: only the end of the run.
             load: loads the checkpoint, where there is one; the model is in place and the optimizer built.
             first_batch: called when the first batch has arrived.
-            save: saves a checkpoint if one is due.
+            save_early: saves a checkpoint if one is due, before what may fail at the same batch.
+            save: saves it if one is due that is not saved yet, or must be saved again.
             end_if_asked: called after each batch; ends the process where a rank got a signal.
         """
         self._parts = parts
@@ -72,6 +79,7 @@ class BetweenBatches(pl.Callback):
         self._eval_due = Interval(eval_every)
         self._load = load
         self._first_batch: Callable[[], None] | None = first_batch
+        self._save_early = save_early
         self._save = save
         self._end_if_asked = end_if_asked
         self._labels = list(parts.evals)
@@ -109,8 +117,7 @@ class BetweenBatches(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._hooks.call("step_end")
-        self._validate_if_due()
-        self._save()
+        self._save_and_validate()
         self._end_if_asked()
         if self._run.epoch_is_complete:
             self.end_epoch()
@@ -121,6 +128,11 @@ class BetweenBatches(pl.Callback):
         """Count the present epoch, which is complete."""
         self._run.epoch_done()
         self._hooks.call("epoch_end")
+        self._save_and_validate()
+
+    def _save_and_validate(self) -> None:
+        self._save_early()
+        self._hooks.after_save()
         self._validate_if_due()
         self._save()
 

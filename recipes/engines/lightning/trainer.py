@@ -153,6 +153,7 @@ def _with_loggers(recipe: Recipe, place: Place, parts: Parts, loggers: RunLogger
         eval_every=recipe.training.eval_every,
         load=lambda: load_and_seed(checkpoints, recipe.seed),
         first_batch=lambda: restore_saved(checkpoints),
+        save_early=checkpoints.save_early,
         save=checkpoints.save_if_due,
         end_if_asked=lambda: end_if_asked(run, checkpoints.save_and_wait if recipe.checkpoints.save else None),
     )

@@ -119,6 +119,7 @@ def train(run, data, callbacks=(), levers=(), microbatch=None, evals=None, eval_
         at("batch_start")
         _step(run, run.batch, levers, callbacks, at)
         at("step_end")
+        at("after_save")
         if evals and (run.clock.ended or (eval_every and run.clock.batch % eval_every == 0)):
             for label, batches in evals.items():
                 _evaluate(run, label, batches, at)
@@ -126,6 +127,7 @@ def train(run, data, callbacks=(), levers=(), microbatch=None, evals=None, eval_
             now = run.clock
             run.clock = replace(now, epoch=now.epoch + 1, before=(now.batch, now.sample, now.epoch))
             at("epoch_end")
+            at("after_save")
     at("end")
 
 

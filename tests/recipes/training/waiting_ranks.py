@@ -310,7 +310,7 @@ def a_slow_export(folder):
     run = FakeRun(task, duration="4ba")
     with outside_of_collectives(folder / "said") as work:
         task.export = work
-        callback.step_end(run.at(2))
+        callback.after_save(run.at(2))
         assert (folder / "export" / "export.json").is_file()
         callback.end(run.at(4))
         assert callback.is_complete(run.clock)

@@ -1,0 +1,71 @@
+"""Checkpoints are saved before what may fail at the same batch: periodic callbacks and validation."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Callable, Iterable
+
+import torch
+
+from recipes.engines.checkpoint_files import CheckpointFiles
+from recipes.engines.lightning.generators import own_generators
+from recipes.training.callback import Callback
+from recipes.training.clock import CheckpointInterval
+from recipes.training.finite import is_worth_keeping
+from recipes.training.ranks import all_reduce
+from recipes.training.run import Run
+
+
+class EarlySave:
+    """Saves a checkpoint that is due before periodic callbacks draw, export and the like, and before validation.
+
+    These may fail, for instance for lack of memory, and a cluster may kill the run in the midst of them. The next start
+    then goes on after this batch, without what was cut off. If they change a state that the checkpoint has, of a
+    callback or of a random number generator, it is saved again after them, so that a run goes on as if it had not
+    stopped.
+
+    At the end of a run nothing is saved before them: a run that has ended would not evaluate again.
+    """
+
+    def __init__(self, run: Run, callbacks: Iterable[Callback], files: CheckpointFiles, every: str | None) -> None:
+        """
+        Args:
+            run: says where it is, and whether it is to stop.
+            callbacks: of the run.
+            files: where checkpoints lie.
+            every: interval between checkpoints; None: only the end of the run.
+        """
+        self._run = run
+        self._callbacks = list(callbacks)
+        self._files = files
+        self._due = CheckpointInterval(every)
+        self._saved: bytes | None = None  # a digest of the states in the checkpoint of this batch
+
+    def before(self, save: Callable[[], None]) -> None:
+        """Save a checkpoint if one is due at this batch, or the run is to stop after it. Every rank must call it."""
+        run, self._saved = self._run, None
+        if run.clock.ended or run.clock.ends_with_epoch:
+            return
+        # In this order: the host waits while all weights are read, which must not happen in each batch.
+        if (self._due(run.clock) or run.stopping) and is_worth_keeping(run):
+            save()
+            self._saved = self._digest()
+
+    def after(self, save: Callable[[], None]) -> None:
+        """Save the checkpoint again if a state has changed. Every rank must call it."""
+        if self._saved is None:
+            return
+        changed = torch.tensor(int(self._saved != self._digest()), device=self._run.device)
+        all_reduce(changed, "MAX")
+        if changed:
+            self._files.wait()  # till its copy is made
+            save()
+        else:
+            self._files.flush()
+
+    def _digest(self) -> bytes:
+        states = [callback.state_dict() for callback in self._callbacks], own_generators()
+        file = io.BytesIO()
+        torch.save(states, file)  # pickle writes the addresses of tensors
+        return hashlib.blake2b(file.getvalue()).digest()

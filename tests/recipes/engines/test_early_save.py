@@ -1,0 +1,149 @@
+"""Checkpoints that are saved before what may fail at the same batch."""
+
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from recipes.engines import early_save
+from recipes.engines.early_save import EarlySave
+from recipes.training.callback import Callback
+from recipes.training.checkpoint_names import KINDS
+from tests.recipes.engines.recording import Recorder, assert_bit_equal, record
+from tests.recipes.training.fake_run import FakeRun
+
+SHORT = ["training={duration: 6ba, eval_every: 3ba}", "checkpoints={every: 3ba, keep: -1, autoresume: true}"]
+SHORT += ["loggers={}", "callbacks.export=null"]
+SHORT += ["callbacks={progress: null, throughput: null, lr_monitor: null, memory_monitor: null, sample_grid: null}"]
+SHORT += ["algorithms.scheduled_ema={name: scheduled_ema, decay: 0.9, start: 2ba}"]
+
+
+class Fails(Recorder):
+    """Fails at batch 3, after the checkpoint or in validation."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.where = where
+
+    def after_save(self, run):
+        self._fail("callback", run)
+
+    def eval_end(self, run):
+        self._fail("validation", run)
+
+    def _fail(self, where, run):
+        if where == self.where and run.clock.batch == 3:
+            raise RuntimeError("on purpose")
+
+
+class Draws(Recorder):
+    """Draws random numbers after the checkpoint, which training draws too, and counts validations in its state."""
+
+    def __init__(self):
+        super().__init__()
+        self.drawn = []
+        self.validations = 0
+
+    def after_save(self, run):
+        self.drawn.append(torch.rand(1).item())
+
+    def eval_end(self, run):
+        super().eval_end(run)
+        self.validations += 1
+
+    def state_dict(self):
+        return {"validations": self.validations}
+
+    def load_state_dict(self, state):
+        self.validations = state["validations"]
+
+
+@pytest.fixture(scope="module")
+def whole(quick_recipe, tmp_path_factory):
+    """A run without a stop."""
+    return record("composer", quick_recipe(tmp_path_factory.mktemp("whole"), *SHORT))
+
+
+@pytest.mark.parametrize("where", ["callback", "validation"])
+@pytest.mark.parametrize("engine", ["composer", "lightning"])
+def test_what_fails_after_a_batch_costs_no_training(whole, quick_recipe, tmp_path, engine, where):
+    recipe = quick_recipe(tmp_path, *SHORT)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        record(engine, recipe, Fails(where))
+    assert "-ba3" in (tmp_path / "checkpoints" / KINDS[engine].link).resolve().name
+    rest = record(engine, recipe)
+    assert len(rest.losses) == 3 and [batch for batch, *_ in rest.evals] == [6]
+    assert_bit_equal(rest, whole)
+
+
+@pytest.mark.parametrize("engine", ["composer", "lightning"])
+def test_a_resume_has_what_callbacks_drew_and_counted_after_the_checkpoint_was_due(quick_recipe, tmp_path, engine):
+    uninterrupted = record(engine, quick_recipe(tmp_path / "whole", *SHORT), Draws())
+    path = next(path for path in (tmp_path / "whole" / "checkpoints").iterdir() if "-ba3" in path.name)
+    rest = record(engine, quick_recipe(tmp_path / "rest", *SHORT, f"checkpoints.load_path={path}"), Draws())
+    assert len(rest.losses) == 3
+    assert_bit_equal(rest, uninterrupted)
+    assert rest.drawn == uninterrupted.drawn[-len(rest.drawn) :]
+    assert rest.validations == uninterrupted.validations == 2
+
+
+class Changes(Callback):
+    """Has a state."""
+
+    def __init__(self):
+        self.state = {"seen": torch.zeros(3), "name": "a"}
+
+    def state_dict(self):
+        return {name: value.clone() if torch.is_tensor(value) else value for name, value in self.state.items()}
+
+
+def run_of(callback, saved, every="2ba", duration="8ba"):
+    """Gives a function of a batch: what an engine does at its end, with what happens after the checkpoint."""
+    run = FakeRun(duration=duration)
+    files = SimpleNamespace(wait=lambda: saved.append("waits"), flush=lambda: saved.append("flushes"))
+    early = EarlySave(run, [callback], files, every)
+
+    def end(batch, then=lambda: None, stopping=False):
+        run.at(batch).stopping = stopping
+        early.before(lambda: saved.append(f"saves {batch}"))
+        saved.append("acts")
+        then()
+        early.after(lambda: saved.append(f"saves {batch} again"))
+        return [saved.pop(0) for _ in range(len(saved))]
+
+    return run, end
+
+
+def test_it_is_saved_again_where_a_state_has_changed(monkeypatch):
+    callback, looked = Changes(), []
+    monkeypatch.setattr(early_save, "is_worth_keeping", lambda run: looked.append(run.clock.batch) or True)
+    run, end = run_of(callback, [])
+    assert end(1) == ["acts"]
+    assert end(2) == ["saves 2", "acts", "flushes"]
+    assert end(3, then=lambda: torch.rand(1)) == ["acts"]
+    again = ["saves 4", "acts", "waits", "saves 4 again"]
+    assert end(4, then=lambda: callback.state.update(seen=torch.tensor([0.0, 1.0, 0.0]))) == again
+    assert end(6, then=lambda: torch.rand(1)) == [line.replace("4", "6") for line in again]
+    assert end(7, stopping=True) == ["saves 7", "acts", "flushes"]
+    assert end(8) == ["acts"]  # the end, after which a run is not evaluated again
+    assert looked == [2, 4, 6, 7]  # at all weights, for which the host waits
+
+
+def test_what_is_not_finite_is_not_saved_early():
+    run, end = run_of(Changes(), [])
+    run.nonfinite = 1
+    assert end(2) == ["acts"]
+
+
+def test_a_checkpoint_of_a_version_without_it_loads_without_a_warning(quick_recipe, tmp_path):
+    whole = record("composer", quick_recipe(tmp_path / "whole", *SHORT))
+    path = next(path for path in (tmp_path / "whole" / "checkpoints").iterdir() if "-ba3" in path.name)
+    saved = torch.load(path, weights_only=False)
+    del saved["state"]["callbacks"]["SaveEarly"]
+    torch.save(saved, path)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        rest = record("composer", quick_recipe(tmp_path / "rest", *SHORT, f"checkpoints.load_path={path}"))
+    assert not [warning for warning in warned if "is not in the state_dict" in str(warning.message)]
+    assert_bit_equal(rest, whole)
