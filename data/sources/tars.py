@@ -131,8 +131,12 @@ class TarSource:
                 return Rejected(key, "broken_metadata", str(error))
             if not isinstance(fields, dict):
                 return Rejected(key, "broken_metadata", f"a JSON {type(fields).__name__}, not an object")
-            found = fields.get(self.caption.removeprefix("json:"))
-            caption = found if isinstance(found, str) else None
+            name = self.caption.removeprefix("json:")
+            found = fields.get(name)
+            if name in fields and not isinstance(found, str):
+                kind = "null" if found is None else f"a JSON {type(found).__name__}"
+                return Rejected(key, "missing_caption", f"{self.caption} (the source's `caption`) is {kind}, not text")
+            caption = found
             has = f"fields {', '.join(fields)}" if fields else has
         if caption is None:
             return Rejected(key, "missing_caption", f"no {self.caption} (the source's `caption`), but {has:.200}")

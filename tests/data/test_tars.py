@@ -115,6 +115,14 @@ def test_tar_caption_out_of_json(tmp_path):
     assert details[1] == told("json:long", "members png, txt") and details[-1] == told("txt", "members png, json")
 
 
+@pytest.mark.parametrize(("value", "kind"), [("null", "null"), ('["a", "b"]', "a JSON list"), ("5", "a JSON int")])
+def test_a_caption_out_of_json_that_is_not_text_is_named(value, kind, tmp_path):
+    path = write_tar(tmp_path / "x.tar", [("a.png", picture(1)), ("a.json", f'{{"long": {value}}}'.encode())])
+    (row,) = read(TarSource(urls=str(path), caption="json:long"))
+    assert row.reason == "missing_caption"
+    assert row.detail == f"json:long (the source's `caption`) is {kind}, not text"
+
+
 @pytest.mark.parametrize("mode", ["w", "w:gz", "w:bz2", "w:xz"])
 def test_compressed_and_truncated_tars(mode, tmp_path):
     path = write_tar(tmp_path / "x.tar", layout(), mode)
