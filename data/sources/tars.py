@@ -15,6 +15,7 @@ import math
 import os
 import re
 import shutil
+import string
 import tarfile
 import tempfile
 import time
@@ -148,7 +149,7 @@ def expand(url: str) -> Iterator[str]:
 
     Raises:
         FileNotFoundError: a local path that does not exist, or a wildcard that matches nothing.
-        ValueError: a scheme that is not read, a folder, or one brace of two.
+        ValueError: a scheme that is not read, a web address with a space, a folder, or one brace of two.
     """
     # Counted first, because braceexpand holds a whole range in memory, which a typing error could make very large.
     ranges = re.findall(r"\{(-?\d+)\.\.(-?\d+)", url)
@@ -167,6 +168,11 @@ def _found(one: str) -> list[str]:
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*):", one)
     if one == "-" or scheme and scheme[1] not in SCHEMES:
         raise ValueError(f"source.urls: {one} is not read: give a path or {', '.join(SCHEMES[1:])} (no commands)")
+    if re.match("https?://[^/]*/.*[^!-~]", one):  # the server's name may have other letters
+        quoted = urllib.parse.quote(shown(one), safe=string.punctuation)
+        raise ValueError(
+            f"source.urls: {shown(one)} has spaces or letters that no address has: write them with %, such as {quoted}"
+        )
     if scheme and scheme[1] != "file":
         return [one]
     path = urllib.request.url2pathname(urllib.parse.urlparse(one).path) if scheme else os.path.expanduser(one)

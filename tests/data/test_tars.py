@@ -216,6 +216,13 @@ def test_commands_are_refused(url):
         TarSource(urls=url)
 
 
+@pytest.mark.parametrize("url", ["http://host/my tars/{0..1}.tar?signature=x y", "https://host/my%20tars/ü.tar"])
+def test_web_addresses_that_cannot_be_asked_for_are_refused(url):
+    with pytest.raises(ValueError, match=r"write them with %, such as https?://host/my%20tars/(0|%C3%BC).tar$"):
+        TarSource(urls=url)
+    assert len(TarSource(urls="http://bücher.example/my%20tars/{0..1}.tar").shards()) == 2
+
+
 def test_missing_tars_are_named(tmp_path):
     write_tar(tmp_path / "0.tar", layout())
     with pytest.raises(FileNotFoundError, match="1.tar"):
