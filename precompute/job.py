@@ -26,7 +26,7 @@ from precompute.claims import Claims
 from precompute.columns import LatentColumns, TokenColumns, check_resolutions
 from precompute.config import EncodeConfig, source_options
 from precompute.decode import DecodedBatches, Preparation, batches
-from precompute.output import CONFIG, MERGING, OutputSet
+from precompute.output import CONFIG, MERGING, NothingEncoded, OutputSet
 from precompute.pipeline import EncodePipeline
 from precompute.problems import Problem
 from precompute.progress import EncodeProgress, duration
@@ -163,6 +163,8 @@ def _finish(
 ) -> None:
     """Merges every set of which no shard is left, now that this rank's share is done.
 
+    A set of which all samples were rejected is an error, too. The others are complete all the same.
+
     Args:
         config: of the job.
         sets: by label.
@@ -176,6 +178,7 @@ def _finish(
     """
     unreadable: dict[str, Problem] = {}
     others = False  # whether shards of any set are left to them
+    empty: list[str] = []
     for label, output in sets.items():
         remaining, broken = not_done(output)
         left = remaining - len(broken)
@@ -194,6 +197,8 @@ def _finish(
                     _log_result(output, output.merge(fields | {"request": request}, options[label], leave_out=broken))
             except HeldByAnother as error:
                 every_rank.info(f"{output.out}: all shards are done; {error} merges them")
+            except NothingEncoded as error:
+                empty.append(str(error))
         elif rank.world == 1:
             all_shards = len(output.shards)
             log.info(f"{output.out}: {remaining} of {all_shards} shards are left; start the job again to do them")
@@ -202,6 +207,8 @@ def _finish(
     if unreadable and not others:
         advice = "" if config.leave_out_unreadable else ", or go on without them by leave_out_unreadable=true"
         raise could_not_be_read(unreadable, advice)
+    if empty and not others:
+        raise ValueError("; ".join(empty))
 
 
 def _encode(

@@ -46,6 +46,10 @@ MERGING = ".lock-merge-{}"  # in the folder of the job, of a set's label: who wr
 STALE = 3600.0  # seconds since its last change after which what a process began is removed, where others finished it
 
 
+class NothingEncoded(ValueError):
+    """All samples of a source were rejected."""
+
+
 class OutputSet:
     """One output folder and the shards that belong into it.
 
@@ -254,7 +258,8 @@ class OutputSet:
             leave_out: shards that are not in the set.
 
         Raises:
-            ValueError: a shard was made with other options or is damaged, or there is no sample at all.
+            ValueError: a shard was made with other options or is damaged.
+            NothingEncoded: there is no sample at all.
         """
         # The set changes, so the copy no longer holds it; by the mark, the next start would take it for complete.
         (self.out / MARKER).unlink(missing_ok=True)
@@ -299,7 +304,7 @@ class OutputSet:
                 if left := sum(marker.get("left_out", 0) for marker in markers):  # of packed texts
                     reasons.append(f"{left:,} tokens of texts fill no row; give fewer positions, or longer texts")
                 why = "; ".join(reasons) or "the source is empty"
-                raise ValueError(
+                raise NothingEncoded(
                     f"{self.out}: nothing was encoded ({why}); see shards/*/{REJECTED}; correct the cause, and "
                     "delete this folder before you encode again"
                 )

@@ -24,7 +24,7 @@ from data.vocabulary_files import VOCABULARY, copy_vocabulary
 from precompute.claims import shards_to_do
 from precompute.config import source_options
 from precompute.folder_gone import FolderGone
-from precompute.output import CONFIG, MERGING, OutputSet
+from precompute.output import CONFIG, MERGING, NothingEncoded, OutputSet
 from precompute.pack_config import PackConfig
 from precompute.problems import Problem
 from precompute.shard_folder import ShardFolder, Storage
@@ -90,7 +90,8 @@ def pack(config: PackConfig, sources: dict[str, Source], sets: dict[str, OutputS
 
     Raises:
         ValueError: a vocabulary with too many entries, a folder that holds rows made with other options, or input
-            shards that could not be read, and no other is left.
+            shards that could not be read, and no other is left; or the texts of a source fill no row. The other sets
+            are complete all the same.
     """
     vocabulary = Vocabulary.read(config.vocabulary)
     if vocabulary.size >= MOST_TOKENS:
@@ -112,6 +113,7 @@ def pack(config: PackConfig, sources: dict[str, Source], sets: dict[str, OutputS
             sets[label].note_unreadable(shard, error.problem)
     unreadable: dict[str, Problem] = {}
     others = False  # whether shards of any set are left to them
+    empty: list[str] = []
     for label, output in sets.items():
         missing, broken = not_done(output)
         unreadable |= broken
@@ -125,8 +127,12 @@ def pack(config: PackConfig, sources: dict[str, Source], sets: dict[str, OutputS
                 _merge(config, output, vocabulary, options[label])
         except HeldByAnother as error:
             every_rank.info(f"{output.out}: all shards are done; {error} merges them")
+        except NothingEncoded as error:
+            empty.append(str(error))
     if unreadable and not others:
         raise could_not_be_read(unreadable, ", or take them out of the source")
+    if empty and not others:
+        raise ValueError("; ".join(empty))
 
 
 def _pack_shard(

@@ -45,7 +45,8 @@ def score(config: EncodeConfig, model: str) -> bool:
 
     Raises:
         FileNotFoundError, ValueError: the model cannot be loaded, a folder holds scores of another model, or input
-            shards could not be read, and no other is left.
+            shards could not be read, and no other is left; or no pair of a set passed the filter. The other sets are
+            complete all the same.
     """
     rank = Rank.from_environment()
     sources, decoder = build(config.sources), build(config.filter)
@@ -73,7 +74,12 @@ def score(config: EncodeConfig, model: str) -> bool:
     left = [_summarise(output, facts[label], unreadable) for label, output in sets.items()]
     if unreadable and not any(left):
         raise could_not_be_read(unreadable, ", or take them out of the source")
-    return not any(left)
+    if any(left):
+        return False
+    empty = [str(folder) for folder in folders.values() if not (folder / SUMMARY).is_file()]
+    if empty:
+        raise ValueError(f"{', '.join(empty)}: no pair passed the filter; see the source and its filter")
+    return True
 
 
 class ScoreSet(OutputSet):
@@ -150,8 +156,8 @@ def score_shard(
 def _summarise(output: OutputSet, facts: dict[str, Any], unreadable: dict[str, Problem]) -> int:
     """Write the figures of a set's similarities, and the share of pairs above each threshold as a chart.
 
-    Nothing is written where shards are missing. Of those, `unreadable` gets the ones that could not be read, each with
-    the problem. Returns the number of the others, which are left to other ranks.
+    Nothing is written without any pair, nor where shards are missing. Of those, `unreadable` gets the ones that could
+    not be read, each with the problem. Returns the number of the others, which are left to other ranks.
     """
     folder, shards = output.out, output.shards
     missing, broken = not_done(output)
@@ -163,7 +169,8 @@ def _summarise(output: OutputSet, facts: dict[str, Any], unreadable: dict[str, P
     scores = side_by_side(lambda shard: read_scores(folder, shard, embeddings=False), shards)
     values = np.concatenate([one.similarities for one in scores])
     if not len(values):
-        raise ValueError(f"{folder}: no pair passed the filter; see the source and its filter")
+        (folder / SUMMARY).unlink(missing_ok=True)  # of a source that had others
+        return 0
     found = np.quantile(values, QUANTILES).tolist()  # at once: each call sorts a copy of them all
     quantiles = {f"{share:g}": round(value, 5) for share, value in zip(QUANTILES, found, strict=True)}
     figures = {"pairs": len(values), "mean": round(float(values.mean(dtype=np.float64)), 6), "quantiles": quantiles}

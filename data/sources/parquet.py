@@ -97,6 +97,8 @@ class ParquetSource:
         for key, column in (("image", self.image), ("caption", self.caption), ("key", self.key)):
             if column is not None and column not in schema.names:
                 raise ValueError(f"source.{key}: {file} has no column {column!r}: it has {', '.join(schema.names)}")
+            if column is not None and schema.names.count(column) > 1:
+                raise ValueError(f"source.{key}: {file} has several columns {column!r}: give each a name of its own")
         kind = schema.field(self.image).type
         if types.is_struct(kind):
             kind = kind.field("bytes").type if kind.get_field_index("bytes") >= 0 else kind

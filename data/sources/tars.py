@@ -15,6 +15,7 @@ import math
 import os
 import re
 import shutil
+import string
 import tarfile
 import tempfile
 import time
@@ -131,8 +132,12 @@ class TarSource:
                 return Rejected(key, "broken_metadata", str(error))
             if not isinstance(fields, dict):
                 return Rejected(key, "broken_metadata", f"a JSON {type(fields).__name__}, not an object")
-            found = fields.get(self.caption.removeprefix("json:"))
-            caption = found if isinstance(found, str) else None
+            name = self.caption.removeprefix("json:")
+            found = fields.get(name)
+            if name in fields and not isinstance(found, str):
+                kind = "null" if found is None else f"a JSON {type(found).__name__}"
+                return Rejected(key, "missing_caption", f"{self.caption} (the source's `caption`) is {kind}, not text")
+            caption = found
             has = f"fields {', '.join(fields)}" if fields else has
         if caption is None:
             return Rejected(key, "missing_caption", f"no {self.caption} (the source's `caption`), but {has:.200}")
@@ -144,7 +149,7 @@ def expand(url: str) -> Iterator[str]:
 
     Raises:
         FileNotFoundError: a local path that does not exist, or a wildcard that matches nothing.
-        ValueError: a scheme that is not read, a folder, or one brace of two.
+        ValueError: a scheme that is not read, a web address with a space, a folder, or one brace of two.
     """
     # Counted first, because braceexpand holds a whole range in memory, which a typing error could make very large.
     ranges = re.findall(r"\{(-?\d+)\.\.(-?\d+)", url)
@@ -163,6 +168,11 @@ def _found(one: str) -> list[str]:
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*):", one)
     if one == "-" or scheme and scheme[1] not in SCHEMES:
         raise ValueError(f"source.urls: {one} is not read: give a path or {', '.join(SCHEMES[1:])} (no commands)")
+    if re.match("https?://[^/]*/.*[^!-~]", one):  # the server's name may have other letters
+        quoted = urllib.parse.quote(shown(one), safe=string.punctuation)
+        raise ValueError(
+            f"source.urls: {shown(one)} has spaces or letters that no address has: write them with %, such as {quoted}"
+        )
     if scheme and scheme[1] != "file":
         return [one]
     path = urllib.request.url2pathname(urllib.parse.urlparse(one).path) if scheme else os.path.expanduser(one)

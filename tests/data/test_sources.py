@@ -244,6 +244,9 @@ def test_parquet_errors(tmp_path):
         ParquetSource(path=str(path))
     with pytest.raises(ValueError, match="^source.image: .* has no column 'picture': it has image, text, n"):
         ParquetSource(path=str(path), image="picture")
+    pq.write_table(pa.Table.from_arrays([pa.array([b"x"])] * 3, ["image", "text", "text"]), path)
+    with pytest.raises(ValueError, match=r"^source.caption: .*a.parquet has several columns 'text'"):
+        ParquetSource(path=str(path))
     pq.write_table(pa.table({"image": [b"a"], "text": [1]}), path)
     with pytest.raises(ValueError, match="'text' is of type int64"):
         ParquetSource(path=str(path))

@@ -116,6 +116,14 @@ def test_tar_caption_out_of_json(tmp_path):
     assert details[1] == told("json:long", "members png, txt") and details[-1] == told("txt", "members png, json")
 
 
+@pytest.mark.parametrize(("value", "kind"), [("null", "null"), ('["a", "b"]', "a JSON list"), ("5", "a JSON int")])
+def test_a_caption_out_of_json_that_is_not_text_is_named(value, kind, tmp_path):
+    path = write_tar(tmp_path / "x.tar", [("a.png", picture(1)), ("a.json", f'{{"long": {value}}}'.encode())])
+    (row,) = read(TarSource(urls=str(path), caption="json:long"))
+    assert row.reason == "missing_caption"
+    assert row.detail == f"json:long (the source's `caption`) is {kind}, not text"
+
+
 @pytest.mark.parametrize("mode", ["w", "w:gz", "w:bz2", "w:xz"])
 def test_compressed_and_truncated_tars(mode, tmp_path):
     path = write_tar(tmp_path / "x.tar", layout(), mode)
@@ -207,6 +215,13 @@ def test_members_that_no_sample_is_made_of_take_no_memory(tmp_path):
 def test_commands_are_refused(url):
     with pytest.raises((ValueError, FileNotFoundError), match="source.urls"):
         TarSource(urls=url)
+
+
+@pytest.mark.parametrize("url", ["http://host/my tars/{0..1}.tar?signature=x y", "https://host/my%20tars/ü.tar"])
+def test_web_addresses_that_cannot_be_asked_for_are_refused(url):
+    with pytest.raises(ValueError, match=r"write them with %, such as https?://host/my%20tars/(0|%C3%BC).tar$"):
+        TarSource(urls=url)
+    assert len(TarSource(urls="http://bücher.example/my%20tars/{0..1}.tar").shards()) == 2
 
 
 def test_missing_tars_are_named(tmp_path):

@@ -346,6 +346,19 @@ def test_a_set_without_an_image_is_an_error(recipe, capsys):
     assert "delete this folder before you encode again" in error  # what was rejected is not read again
 
 
+def test_a_set_without_an_image_does_not_hold_up_the_others(read, recipe, tmp_path, tars, capsys):
+    (tmp_path / "broken").mkdir()
+    for name in ("0.png", "0.txt"):
+        (tmp_path / "broken" / name).write_text("no picture")
+    sources = {
+        "broken": {"name": "folder", "path": str(tmp_path / "broken")},
+        "train": {"name": "tars", "urls": f"{tars}/00002.tar"},
+    }
+    error = expect_error([recipe(sources=sources, resolutions=[32])], capsys)
+    assert "broken: nothing was encoded (broken_image 1)" in error
+    assert len(read(tmp_path / "out" / "train")) == 4
+
+
 def test_a_resolution_that_the_encoder_does_not_divide(recipe, capsys):
     assert "resolutions: 17 is not a multiple of 2" in expect_error([recipe(resolutions=[17])], capsys)
 

@@ -290,6 +290,18 @@ def test_a_shard_that_cannot_be_read_does_not_end_the_others(job, monkeypatch, t
     assert (tmp_path / "train" / "scores" / "summary.json").exists()
 
 
+def test_a_set_without_pairs_does_not_hold_up_the_others(job, tmp_path, capsys):
+    root, arguments = job
+    (tmp_path / "broken").mkdir()
+    for name in ("0.png", "0.txt"):
+        (tmp_path / "broken" / name).write_text("no picture")
+    with pytest.raises(SystemExit):
+        scores.main([*arguments, f"out={tmp_path}/out", f"sources.train.path={tmp_path}/broken"])
+    assert f"{tmp_path}/out/train/scores: no pair passed the filter" in capsys.readouterr().err
+    written = (tmp_path / "out" / "val" / "scores" / "summary.json").read_bytes()
+    assert written == (root / "out" / "val" / "scores" / "summary.json").read_bytes()
+
+
 def test_a_source_without_pairs_that_do_not_fit(job, tmp_path):
     root, _ = job
     folder, (shard,) = root / "out" / "train" / "scores", shards_of(root, "train")

@@ -186,6 +186,15 @@ def test_texts_that_fill_no_row_are_said_to(text_sets, tmp_path, capsys):
     assert "tokens of texts fill no row; give fewer positions, or longer texts); see shards" in error
 
 
+def test_texts_that_fill_no_row_do_not_hold_up_other_sets(text_sets, tmp_path, capsys):
+    (tmp_path / "short.txt").write_text("short")
+    short = f"sources.docs={{files: [{tmp_path}/short.txt], exclude: null}}"
+    with pytest.raises(SystemExit):
+        pack.main([str(text_sets / "docs" / "config.yaml"), f"out={tmp_path}", short])
+    assert "/docs: nothing was encoded (" in capsys.readouterr().err
+    assert digests(tmp_path / "captions") == digests(text_sets / "captions")
+
+
 def test_a_cache_of_other_texts_is_an_error(text_sets, tmp_path):
     cache = str(tmp_path / "cache")
     remote_set(url=str(text_sets / "docs"), cache=cache).file(NAME)
