@@ -20,6 +20,9 @@ from precompute.pack_config import PackConfig
 from recipes.config.command_line import FLAGS
 from recipes.config.components import COMPONENTS
 from recipes.config.recipe import Recipe, load_config
+from recipes.encoders.base import LatentEncoder, TextEncoder, TokenEncoder
+from recipes.models.latent_diffusion.denoiser import Denoiser
+from recipes.models.latent_diffusion.objective import Objective
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {
@@ -217,6 +220,13 @@ def test_extending_lists_every_object_that_builders_ask_for():
         if (wanted := asked_for(target) - documented.get(group, set()))
     }
     assert missing == {}
+
+
+@pytest.mark.parametrize("base", [LatentEncoder, TokenEncoder, TextEncoder, Denoiser, Objective])
+def test_extending_names_what_a_subclass_must_define(base):
+    page = (ROOT / "docs" / "extending.md").read_text()
+    (part,) = (part for part in re.split(r"^## |^\| ", page, flags=re.MULTILINE) if f"`{base.__name__}`" in part)
+    assert {name for name in base.__abstractmethods__ if f"`{name}" not in part} == set()
 
 
 @pytest.fixture(scope="module")
