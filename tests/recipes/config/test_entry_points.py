@@ -98,3 +98,12 @@ def test_a_module_that_is_not_there(package):
     package("[precompose.callback]\nnorm = of_tests.outer:Norm\n")
     with pytest.raises(ConfigError, match="of_tests.outer:Norm, which cannot be used: of_tests.outer: no such module"):
         read("callbacks.n={name: of-tests.norm}")
+
+
+def test_a_component_that_cannot_be_used_hinders_no_other(package):
+    folder = package("[precompose.source]\nnorm = of_tests.inner.optional:Norm\n")
+    (folder / "inner" / "optional.py").write_text(CODE.replace("every: int", "every: Optional[int]"))
+    read("checkpoints.allow_changes=[data.source.urls]")
+    assert "of-tests.norm" in help_text(Recipe, "")
+    with pytest.raises(ConfigError, match=r"^data.source.name: .* has the type `Optional\[int\]`, which no key"):
+        read("data.source={name: of-tests.norm}")
