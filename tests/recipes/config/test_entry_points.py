@@ -9,11 +9,14 @@ from recipes.config import entry_points, source_code
 from recipes.config.build import build
 from recipes.config.command_line import help_text, user_errors
 from recipes.config.recipe import Recipe, load_config
-from recipes.config.values import ConfigError
+from recipes.config.values import Component, ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
 CODE = """
-class Norm:
+from recipes.training.callback import Callback
+
+
+class Norm(Callback):
     def __init__(self, output, *, every: int = 1) -> None:
         if every < 1:
             raise ValueError(f"norm: every: {every}; give 1 or more")
@@ -65,6 +68,15 @@ def test_a_component_of_a_package_is_checked_and_then_built(package, capsys):
     with pytest.raises(SystemExit, match="2"), user_errors():
         build(recipe.callbacks["n"], output="here")
     assert capsys.readouterr().err == "error: callbacks.n: norm: every: 0; give 1 or more\n"
+
+
+@pytest.mark.parametrize(("group", "kind"), [("algorithm", "Lever"), ("model", "Task"), ("optimizer", "Optimizer")])
+def test_a_component_in_the_wrong_group_is_not_left_out_silently(package, group, kind):
+    folder = package(CALLBACK.replace("callback", group))
+    (folder / "__init__.py").write_text("")
+    component = Component(group, "of-tests.norm", {}, "of_tests.inner.norms:Norm", "here")
+    with pytest.raises(ValueError, match=f"^here: .* an instance of Norm, and .* needs an instance of {kind} "):
+        build(component, output="here")
 
 
 @pytest.mark.parametrize("name", ["norm", "of_tests.inner.norms:Norm", "of_tests.inner.norms", "os:system"])
