@@ -406,8 +406,10 @@ class Checker:
         elif isinstance(value, str) and not is_spelled(value_of(value), value):
             value = value_of(value)
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if kind == "Any":
-            return value
+        if kind == "Any":  # what it holds is read alike at every depth
+            if isinstance(value, Mapping):
+                return {str(key): self._scalar(kind, item, path) for key, item in value.items()}
+            return [self._scalar(kind, item, path) for item in value] if isinstance(value, list | tuple) else value
         if kind == "bool" and isinstance(value, bool):
             return value
         if kind == "int" and number and (isinstance(value, int) or value.is_integer()):

@@ -116,6 +116,7 @@ def complaint(key, value):
         ("share", "1e-4", 1e-4),
         ("on", "yes", True),
         ("extra", {"a": "1e3"}, {"a": 1000.0}),
+        ("extra", {"a": {"b": ["1e3", {3: "yes"}, None, "x"]}}, {"a": {"b": [1000.0, {"3": True}, None, "x"]}}),
         ("mode", "slow", "slow"),
         ("size", "auto", "auto"),
         ("size", None, None),
