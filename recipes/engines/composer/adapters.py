@@ -119,15 +119,16 @@ def as_algorithms(levers: Levers, run: ComposerRun, planner: LoadPlanner | None 
         run: that they act in.
         planner: reads the tensors of their states where the checkpoint is sharded.
     """
-    return [RunLevers(levers, run), *(_lever_state(lever, planner) for lever in levers)]
+    named = levers.by_names_of_states().items()
+    return [RunLevers(levers, run), *(_lever_state(name, lever, planner) for name, lever in named)]
 
 
-def _lever_state(lever: Lever, planner: LoadPlanner | None) -> Algorithm:
-    """An algorithm that makes Composer save and load a lever's state.
+def _lever_state(name: str, lever: Lever, planner: LoadPlanner | None) -> Algorithm:
+    """An algorithm that makes Composer save and load a lever's state under a name.
 
     Composer files states under the names of classes, so that each lever needs a class of its own name.
     """
-    algorithm = _named(type(lever).__name__, lever, _LeverState)()
+    algorithm = _named(name, lever, _LeverState)()
     algorithm.lever, algorithm.planner = lever, planner
     return algorithm
 
