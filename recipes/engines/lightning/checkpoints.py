@@ -36,7 +36,7 @@ from recipes.engines.lightning.generators import generator_states
 from recipes.engines.lightning.run import LightningRun
 from recipes.engines.own_load_plan import OwnLoadPlan
 from recipes.engines.parts import Parts
-from recipes.engines.plain_pickles import plain_pickles
+from recipes.engines.plain_pickles import loadable, plain_pickles
 from recipes.engines.resuming import saved_for, says_what_to_remove, start_of
 from recipes.engines.save_planner import SavePlanner
 from recipes.training.checkpoint_names import KINDS, REST
@@ -202,13 +202,14 @@ class Checkpoints:
     def _state(self) -> dict[str, Any]:
         """What a checkpoint holds besides `_tensors`."""
         run = self._run
+        levers, callbacks = self._parts.levers.by_names_of_states(), by_names_of_states(self._parts.callbacks.items())
         return {
             "format": FORMAT,
             "counts": vars(run.counts).copy(),
             "optimizer_name": type(run.optimizer).__name__,
             "scaler": {} if run.scaler is None else run.scaler.state_dict(),
             "data": self._batches.state_dict(),
-            LEVERS: {name: lever.state_dict() for name, lever in self._parts.levers.by_names_of_states().items()},
-            "callbacks": {n: c.state_dict() for n, c in by_names_of_states(self._parts.callbacks.items()).items()},
+            LEVERS: {name: loadable(name, lever.state_dict()) for name, lever in levers.items()},
+            "callbacks": {name: loadable(name, callback.state_dict()) for name, callback in callbacks.items()},
             "generators": generator_states() if self.generators is None else self.generators,
         }

@@ -147,6 +147,27 @@ def test_levers_of_one_class_go_on_with_their_own_states(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("value", [Path("a"), np.arange(3), lambda: 1, [{"a": Path("a")}]])
+def test_a_state_that_no_run_could_load_is_not_saved(tmp_path, value):
+    checkpoints, _, _ = new_checkpoints(tmp_path, Counter(value))
+    message = r"^Counter: state_dict returns 'value' with a value that is not loaded .* \(.*(Path|Int64|lambda)"
+    with pytest.raises(ValueError, match=message):
+        checkpoints.save()
+    (algorithm,) = as_algorithms(Levers([Counter(value)]), None)[1:]
+    with pytest.raises(ValueError, match=message):
+        algorithm.state_dict()
+    assert not list(tmp_path.rglob("ep*"))
+
+
+@pytest.mark.parametrize("value", [None, 3, "a", (1, [2.5, {"a": True}]), torch.ones(2), {4}, b"a"])
+def test_plain_states_go_on(tmp_path, value):
+    first, run, _ = new_checkpoints(tmp_path, Counter(value))
+    save_at(first, run, 2)
+    lever = Counter()
+    new_checkpoints(tmp_path, lever, autoresume=True)[0].load()
+    assert type(lever.value) is type(value) and str(lever.value) == str(value)
+
+
 def test_what_is_saved_when(tmp_path):
     for save, saved in (False, []), (True, ["ep0-ba9.ckpt", "latest"]):
         checkpoints, run, _ = new_checkpoints(tmp_path, save=save)
