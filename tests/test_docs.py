@@ -13,13 +13,20 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 import yaml
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from precompute.config import EncodeConfig, VocabularyConfig
 from precompute.pack_config import PackConfig
 from recipes.config.command_line import FLAGS
 from recipes.config.components import COMPONENTS
 from recipes.config.recipe import Recipe, load_config
+from recipes.encoders.base import LatentEncoder, TextEncoder, TokenEncoder
+from recipes.models.latent_diffusion.denoiser import Denoiser
+from recipes.models.latent_diffusion.objective import Objective
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {
@@ -219,6 +226,13 @@ def test_extending_lists_every_object_that_builders_ask_for():
     assert missing == {}
 
 
+@pytest.mark.parametrize("base", [LatentEncoder, TokenEncoder, TextEncoder, Denoiser, Objective])
+def test_extending_names_what_a_subclass_must_define(base):
+    page = (ROOT / "docs" / "extending.md").read_text()
+    (part,) = (part for part in re.split(r"^## |^\| ", page, flags=re.MULTILINE) if f"`{base.__name__}`" in part)
+    assert {name for name in base.__abstractmethods__ if f"`{name}" not in part} == set()
+
+
 @pytest.fixture(scope="module")
 def extended(tmp_path_factory):
     """A copy of the repository with the examples of two pages in it, and the paths of the new files."""
@@ -268,6 +282,22 @@ def test_the_examples_of_extending_pass_their_tests(extended, tmp_path, monkeypa
     finally:
         for module in modules & sys.modules.keys():
             del sys.modules[module]
+
+
+def test_the_lever_of_extending_takes_weights_that_are_divided_over_cpus(tmp_path):
+    found = blocks((ROOT / "docs" / "extending.md").read_text(), ("python",))
+    (code,) = (body for body in found if "def centralize(" in body)
+    names: dict = {}
+    exec(code, names)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh, gradient = init_device_mesh("cpu", (1,)), torch.randn(3, 4)
+        weight = torch.nn.Parameter(distribute_tensor(torch.zeros(3, 4), mesh, [Shard(1)]))  # as in tensor parallelism
+        weight.grad = distribute_tensor(gradient, mesh, [Shard(1)])
+        names["centralize"]([weight])
+        torch.testing.assert_close(weight.grad.full_tensor(), gradient - gradient.mean(1, keepdim=True))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_examples_of_extending_are_accepted_by_the_config_and_the_linter(extended):

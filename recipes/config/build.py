@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from data.manifest import Manifest
+from recipes.config.components import BASES
 from recipes.config.entry_points import all_components
 from recipes.config.schema import Checker, Component, read_signature
 
@@ -24,7 +25,8 @@ def build(component: Any, **context: Any) -> Any:
             the optimizer `adamw(parameters, *, lr)` requests `parameters`.
 
     Raises:
-        ValueError: what the builder refuses, or a builder requests what it is not given.
+        ValueError: what the builder refuses, or a builder requests what it is not given, or returns something else
+            than its group needs.
     """
     if isinstance(component, dict):
         return {key: build(value, **context) for key, value in component.items()}
@@ -41,7 +43,24 @@ def build(component: Any, **context: Any) -> Any:
         )
     arguments = {key: build(value, **context) for key, value in component.args.items()}
     with located(component):
-        return import_builder(component)(*(context[name] for name in wanted), **arguments)
+        built = import_builder(component)(*(context[name] for name in wanted), **arguments)
+        _check_kind(component, built)
+        return built
+
+
+def _check_kind(component: Component, built: Any) -> None:
+    """
+    Raises:
+        ValueError: not what the group needs, such as a lever in the place of a callback, whose hooks nothing calls.
+    """
+    base = BASES.get(component.group)
+    if base is not None and not isinstance(built, imported(base)):
+        what = "None" if built is None else f"an instance of {type(built).__name__}"
+        module, _, name = base.partition(":")
+        raise ValueError(
+            f"{component.target} returns {what}, and the group {component.group} needs an instance of {name} "
+            f"({module}); see docs/extending.md"
+        )
 
 
 @contextmanager

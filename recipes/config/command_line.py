@@ -9,7 +9,7 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from data.disk_errors import disk_error, disk_line
 from data.errors import Outage
 from recipes.config.entry_points import all_components, packages
 from recipes.config.recipe import load_config, to_yaml
-from recipes.config.schema import Signature, read_section, read_signature, subsections
+from recipes.config.schema import Parameter, read_section, readable_keys, subsections
 from recipes.config.source_code import ROOT
 from recipes.config.values import ConfigError
 
@@ -165,15 +165,15 @@ def groups_of(cls: type) -> dict[str, list[str]]:
     found: set[str] = set()
     components = all_components()
 
-    def follow(signature: Signature) -> None:
-        for parameter in signature.parameters.values():
+    def follow(keys: Mapping[str, Parameter]) -> None:
+        for parameter in keys.values():
             for group in set(re.findall(r"(\w+) component", parameter.type_text)) - found:
                 found.add(group)
-                for target in components[group].values():
-                    follow(read_signature(target))
+                for target in components.get(group, {}).values():  # no group of a component that breaks the rules
+                    follow(readable_keys(target))
 
     for section in (cls, *subsections(cls).values()):
-        follow(read_section(section))
+        follow(read_section(section).parameters)
     return {group: list(names) for group, names in components.items() if group in found}
 
 

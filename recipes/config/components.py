@@ -103,3 +103,16 @@ COMPONENTS: dict[str, dict[str, str]] = {
         "mlflow": "recipes.engines.loggers:mlflow",
     },
 }
+
+# The classes of which builders return an instance, group -> "module:class"; other groups have none of their own.
+BASES = {
+    "model": "recipes.models.task:Task",
+    "denoiser": "recipes.models.latent_diffusion.denoiser:Denoiser",
+    "objective": "recipes.models.latent_diffusion.objective:Objective",
+    "data": "data.loading:Loading",
+    "image_encoder": "recipes.encoders.base:ImageEncoder",
+    "text_encoder": "recipes.encoders.base:TextEncoder",
+    "optimizer": "torch.optim:Optimizer",
+    "algorithm": "recipes.training.lever:Lever",
+    "callback": "recipes.training.callback:Callback",
+}

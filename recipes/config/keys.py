@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from recipes.config.entry_points import all_components
-from recipes.config.schema import nearest, read_section, read_signature, subsections
+from recipes.config.schema import nearest, read_section, readable_keys, subsections
 
 
 def unknown_key(section: type, path: str) -> str | None:
@@ -32,7 +32,7 @@ def unknown_key(section: type, path: str) -> str | None:
             allowed, inner = read_section(inner[part]).parameters, subsections(inner[part])
         elif group is not None:
             labels = kind.startswith("dict")
-            builders = (read_signature(target).parameters for target in components[group[1]].values())
+            builders = (readable_keys(target) for target in components[group[1]].values())
             allowed, inner = {key: parameter for keys in builders for key, parameter in keys.items()}, {}
         elif "dict" in kind:
             return None

@@ -30,6 +30,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 # Types that are strings of a certain form, by the names that messages and docs use.
 ALIASES = {"Duration": "duration", "InputPath": "existing path", "ModelPath": "existing path or hub id"}
+NAMES = {"int", "float", "str", "bool", "Any", *ALIASES}
 
 
 @dataclass(frozen=True)
@@ -123,12 +124,24 @@ def read_signature(target: str) -> Signature:
     for arg, default in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True):
         if arg.annotation is None:
             raise ConfigError([f"{source_file(module)}: {name}: the key `{arg.arg}` has no type"])
+        if not _is_type(arg.annotation):
+            what = f"the key `{arg.arg}` has the type `{_source(arg.annotation)}`, which no key can have"
+            raise ConfigError([f"{source_file(module)}: {name}: {what}; docs/extending.md lists the types"])
         try:
             text = "" if default is None else yaml_line(plain_values(ast.literal_eval(default)))
         except ValueError:
             raise ConfigError([f"{source_file(module)}: {name}: the default of `{arg.arg}` is no literal"]) from None
         parameters[arg.arg] = Parameter(arg.arg, arg.annotation, default is None, text, docs.get(arg.arg, ""))
     return Signature(parameters, _first_paragraph(doc))
+
+
+def readable_keys(target: str) -> dict[str, Parameter]:
+    """The keys of a builder for lists of many, such as hints; none if the builder breaks the rules, which only a config
+    that uses it is told: it may be of a package that this config has nothing to do with."""
+    try:
+        return read_signature(target).parameters
+    except ConfigError:
+        return {}
 
 
 @functools.cache
@@ -204,6 +217,26 @@ def _alternatives(annotation: ast.expr) -> list[ast.expr]:
     return [annotation]
 
 
+def _is_type(annotation: ast.expr) -> bool:
+    """Whether it is one of the types that docs/extending.md lists."""
+    return all(map(_is_option, _alternatives(annotation)))
+
+
+def _is_option(option: ast.expr) -> bool:
+    if not isinstance(option, ast.Subscript):
+        return _source(option) in NAMES | {"None"}
+    base, parts = _source(option.value), _elements(option.slice)
+    if base == "Literal":
+        return all(isinstance(part, ast.Constant | ast.UnaryOp) for part in parts)
+    if base == "Annotated":
+        return len(parts) == 2 and isinstance(parts[1], ast.Constant) and isinstance(parts[1].value, str)
+    if base == "dict":
+        return len(parts) == 2 and _source(parts[0]) == "str" and _is_type(parts[1])
+    if base == "tuple" and len(parts) == 2 and _source(parts[1]) == "...":
+        parts = parts[:1]
+    return base in ("list", "tuple") and (len(parts) == 1 or base == "tuple") and all(map(_is_type, parts))
+
+
 def _allows_null(options: list[ast.expr]) -> bool:
     return any(_source(option) in ("None", "Any") for option in options)
 
@@ -264,6 +297,12 @@ class Checker:
         except ConfigError as error:
             self.fail(f"{path}.name", f"{group} `{name}` is {builders[name]}, which cannot be used: {error}")
             return None
+        for parameter in parameters.values():
+            for inner in re.findall(r"(\w+) component", parameter.type_text):
+                if inner not in self.components:
+                    what = f"its key `{parameter.name}` is of the group `{inner}`; {nearest(inner, self.components)}"
+                    self.fail(f"{path}.name", f"{group} `{name}` is {builders[name]}, which cannot be used: {what}")
+                    return None
         checked = self._keys(parameters, args, path, f" of {group} `{name}`", {}, self._nested_keys(parameters))
         return None if checked is None else Component(group, name, checked, builders[name], path)
 
@@ -275,7 +314,7 @@ class Checker:
             for name, match in groups.items()
             if match
             for target in self.components[match[1]].values()
-            for key in read_signature(target).parameters
+            for key in readable_keys(target)
         }
 
     def _keys(
@@ -367,8 +406,10 @@ class Checker:
         elif isinstance(value, str) and not is_spelled(value_of(value), value):
             value = value_of(value)
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if kind == "Any":
-            return value
+        if kind == "Any":  # what it holds is read alike at every depth
+            if isinstance(value, Mapping):
+                return {str(key): self._scalar(kind, item, path) for key, item in value.items()}
+            return [self._scalar(kind, item, path) for item in value] if isinstance(value, list | tuple) else value
         if kind == "bool" and isinstance(value, bool):
             return value
         if kind == "int" and number and (isinstance(value, int) or value.is_integer()):

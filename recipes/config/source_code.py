@@ -21,7 +21,7 @@ def module_tree(module: str) -> ast.Module:
     """
     file = source_file(module)
     try:
-        return ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
+        return ast.parse(file.read_bytes(), filename=str(file))  # as bytes: Python's own rules for their encoding
     except SyntaxError as error:
         raise ConfigError([f"{file}: line {error.lineno}: {error.msg}"]) from None
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from data.errors import one_line
 from data.log import log
+from recipes.models.family import NotInDiffusersError
 from recipes.models.sampling import DTYPES, Precision
 
 # A local folder, or a hub id of the form owner/name. The config layer checks that it is one of the two.
@@ -228,6 +229,15 @@ class LatentEncoder(ImageEncoder):
         """See `ImageEncoder.reconstruct`."""
         return self.decode(self.store(pixels[:, None]).arrays["mean"].float())
 
+    def for_diffusers(self) -> nn.Module:
+        """An `AutoencoderKL` in fp32 on the CPU whose latents need no shift, which pipelines of diffusers may ignore.
+
+        Raises:
+            NotInDiffusersError: diffusers has no such encoder, which is the default.
+            ValueError: an encoder that diffusers cannot represent.
+        """
+        raise NotInDiffusersError(f"diffusers has no pipeline for the image encoder {self.id}")
+
 
 class TokenEncoder(ImageEncoder):
     """An encoder of images to a grid of codes, in uint16.
@@ -327,10 +337,11 @@ class TextEncoder(FrozenEncoder, ABC):
         `exact` as in `ImageEncoder.store`.
         """
 
-    @abstractmethod
     def for_transformers(self) -> tuple[Any, Any]:
         """transformers' `CLIPTextModel`, in fp32 on the CPU, and its tokenizer. Its `last_hidden_state` is `encode`'s.
 
         Raises:
+            NotInDiffusersError: transformers has no such encoder, which is the default.
             ValueError: an encoder that transformers cannot represent.
         """
+        raise NotInDiffusersError(f"diffusers has no pipeline for the text encoder {self.id}")

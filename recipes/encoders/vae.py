@@ -161,7 +161,7 @@ class KLVae(LatentEncoder):
 
     @torch.no_grad()
     def for_diffusers(self) -> nn.Module:
-        """An `AutoencoderKL` in fp32 on the CPU whose latents need no shift, which pipelines of diffusers may ignore.
+        """See `LatentEncoder.for_diffusers`.
 
         The shift moves into the 1 x 1 convolutions on both sides of the latents, so that pictures stay the same.
 

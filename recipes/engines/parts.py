@@ -270,6 +270,7 @@ def build_levers(recipe: Recipe, place: Place, context: Mapping[str, Any], batch
     built: dict[str, Lever] = {}
     for label in sorted(components, key=lambda label: components[label].name != "resblock_grad_scaling"):
         built[label] = build(components[label], **context)
+        built[label].label_in_recipe = label
         context["scaling"] = the_one(built.values(), ResblockGradScaling)  # others ask for it
     # It fuses norms as other levers have left them, which then do not find them any more.
     order = sorted(components, key=lambda label: components[label].name == "fused_group_norm")

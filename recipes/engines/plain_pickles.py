@@ -117,6 +117,41 @@ def load_plain(file: str | Path | BinaryIO, where: str | Path = "", *, lazily: b
         raise DamagedCheckpoint(f"{what}: {_reason(file, error)}") from error
 
 
+def loadable(name: str, state: dict[str, Any]) -> dict[str, Any]:
+    """The state of a lever or callback, if `load_plain` will read a checkpoint with it.
+
+    Args:
+        name: of the lever or callback.
+        state: what its `state_dict` returned.
+
+    Raises:
+        ValueError: it holds other values, such as those of a class; no run could go on from the checkpoint.
+    """
+    for key, value in state.items():
+        file = io.BytesIO()
+        try:
+            torch.save(_without_numbers(value), file)
+            file.seek(0)
+            torch_files.load(file, ALLOWED)
+        except Exception as error:  # pickling raises nearly anything
+            raise ValueError(
+                f"{name}: state_dict returns {key!r} with a value that is not loaded from checkpoints "
+                f"({_reason(file, error)}); return tensors, numbers, texts, and lists and dicts of them"
+            ) from error
+    return state
+
+
+def _without_numbers(value: Any) -> Any:
+    """A value without its tensors, and without the numbers of its arrays, which may be many."""
+    if isinstance(value, torch.Tensor):
+        return None
+    if type(value) is np.ndarray and not value.dtype.hasobject:
+        return np.empty(0, value.dtype)
+    if type(value) is dict:
+        return {key: _without_numbers(item) for key, item in value.items()}
+    return type(value)(map(_without_numbers, value)) if type(value) in (list, tuple) else value
+
+
 def _check_pickle(file: str | Path | io.BytesIO) -> None:
     """Compare what is no tensor with its checksum, which PyTorch writes and does not read: a changed bit may lie in a
     name. Tensors would take long.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import ClassVar
 
 from recipes.training.clock import Clock, Interval
@@ -53,14 +52,3 @@ class PeriodicCallback(Callback):
 def is_complete(callbacks: Iterable[Callback], clock: Clock) -> bool:
     """Whether a run that has reached its length has nothing left to write. Every rank must call it."""
     return from_first_rank(all(callback.is_complete(clock) for callback in callbacks))
-
-
-def by_names_of_states(callbacks: Mapping[str, Callback]) -> dict[str, Callback]:
-    """Callbacks by the names of their states in checkpoints: the class, and the label too if several are of a class.
-
-    Args:
-        callbacks: by label.
-    """
-    kinds = Counter(type(callback).__name__ for callback in callbacks.values())
-    named = ((type(callback).__name__, label, callback) for label, callback in callbacks.items())
-    return {kind if kinds[kind] == 1 else f"{kind} {label}": callback for kind, label, callback in named}

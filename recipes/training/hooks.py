@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 from recipes.training.run import Run
+
+Kind = TypeVar("Kind", bound="Hooks")
 
 
 class Hooks:
@@ -97,3 +101,16 @@ class Hooks:
 
         A lever copies the tensors that it keeps beyond `begin`, as these may lie in the checkpoint's file.
         """
+
+
+def by_names_of_states(labelled: Iterable[tuple[str, Kind]]) -> dict[str, Kind]:
+    """Levers or callbacks by the names of their states in checkpoints: the class, and the label too if several are of
+    a class.
+
+    Args:
+        labelled: labels with the levers or callbacks.
+    """
+    labelled = list(labelled)
+    kinds = Counter(type(hooks).__name__ for _, hooks in labelled)
+    named = ((type(hooks).__name__, label, hooks) for label, hooks in labelled)
+    return {kind if kinds[kind] == 1 else f"{kind} {label}": hooks for kind, label, hooks in named}

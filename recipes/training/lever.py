@@ -16,9 +16,11 @@ class Lever(Hooks):
     Attributes:
         averages: whether the lever averages the gradients of whole copies of the model in place of
             DistributedDataParallel, which the engines then leave out.
+        label_in_recipe: under `algorithms`; the engines set it. Empty for levers of the `training` section.
     """
 
     averages = False
+    label_in_recipe = ""
 
     def check_run(self, run: Run) -> None:
         """Check whether the lever can work in a run of this length with this optimizer. Levers that have something to

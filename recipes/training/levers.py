@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from recipes.training.hooks import by_names_of_states
 from recipes.training.lever import Lever
 from recipes.training.run import Run
 from recipes.training.watchdog import alive
@@ -26,6 +27,10 @@ class Levers:
     def __iter__(self) -> Iterator[Lever]:
         """The levers of the recipe."""
         return iter(self._levers)
+
+    def by_names_of_states(self) -> dict[str, Lever]:
+        """The levers of the recipe by the names of their states in checkpoints."""
+        return by_names_of_states((lever.label_in_recipe, lever) for lever in self._levers)
 
     @property
     def average(self) -> bool:

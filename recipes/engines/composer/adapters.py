@@ -13,6 +13,7 @@ from recipes.engines.composer.load_planner import LoadPlanner
 from recipes.engines.composer.run import ComposerRun
 from recipes.engines.lazy import copied
 from recipes.engines.lever_states import joined
+from recipes.engines.plain_pickles import loadable
 from recipes.training.callback import Callback
 from recipes.training.hooks import Hooks
 from recipes.training.lever import Lever
@@ -86,7 +87,7 @@ class _LeverState(Algorithm):
 
     def state_dict(self) -> dict[str, Any]:
         """With DTensors, which only `WholeCheckpoints` can save."""
-        return super().state_dict() | self.lever.state_dict()
+        return super().state_dict() | loadable(type(self).__name__, self.lever.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         shards = {} if self.planner is None else self.planner.levers.pop(type(self).__name__, {})
@@ -104,7 +105,7 @@ class _RunCallback(ComposerCallback):
             getattr(self.callback, HOOKS[event])(self.run)
 
     def state_dict(self) -> dict[str, Any]:
-        return packed(self.callback.state_dict())
+        return packed(loadable(type(self).__name__, self.callback.state_dict()))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state:
@@ -119,15 +120,16 @@ def as_algorithms(levers: Levers, run: ComposerRun, planner: LoadPlanner | None 
         run: that they act in.
         planner: reads the tensors of their states where the checkpoint is sharded.
     """
-    return [RunLevers(levers, run), *(_lever_state(lever, planner) for lever in levers)]
+    named = levers.by_names_of_states().items()
+    return [RunLevers(levers, run), *(_lever_state(name, lever, planner) for name, lever in named)]
 
 
-def _lever_state(lever: Lever, planner: LoadPlanner | None) -> Algorithm:
-    """An algorithm that makes Composer save and load a lever's state.
+def _lever_state(name: str, lever: Lever, planner: LoadPlanner | None) -> Algorithm:
+    """An algorithm that makes Composer save and load a lever's state under a name.
 
     Composer files states under the names of classes, so that each lever needs a class of its own name.
     """
-    algorithm = _named(type(lever).__name__, lever, _LeverState)()
+    algorithm = _named(name, lever, _LeverState)()
     algorithm.lever, algorithm.planner = lever, planner
     return algorithm
 

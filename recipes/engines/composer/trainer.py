@@ -45,8 +45,9 @@ from recipes.engines.record import keep_record
 from recipes.engines.resuming import check_form, saved_for, says_what_to_remove, start_of
 from recipes.engines.same_model import saved_in
 from recipes.planning.run_summary import opening
-from recipes.training.callback import by_names_of_states, is_complete
+from recipes.training.callback import is_complete
 from recipes.training.checkpoint_names import KINDS, has_checkpoints
+from recipes.training.hooks import by_names_of_states
 from recipes.training.microbatches import samples_of, split
 from recipes.training.ranks import by_first_rank, from_first_rank
 
@@ -227,6 +228,7 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts, optimizer: torch.opt
     files = CheckpointFiles(folder, KINDS["composer"], checkpoints.keep, checkpoints.bucket, loggers)
     if checkpoints.save:
         saver = WholeCheckpoints(files, at_intervals(checkpoints.every, CHECKPOINT), run)
+    callbacks = by_names_of_states(parts.callbacks.items())
     planner = LoadPlanner(parts.task)
     trainer = UnreadLossTrainer(
         model=ComposerTask(parts.task, run.autocast),
@@ -246,8 +248,8 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts, optimizer: torch.opt
         algorithms=as_algorithms(parts.levers, run, planner),
         parallelism_config={"fsdp": fsdp_config(recipe, parts.task, start, planner)} if parts.divided else None,
         callbacks=[
-            *(run_callback(callback, run, name) for name, callback in by_names_of_states(parts.callbacks).items()),
-            SaveEarly(run, parts.callbacks.values(), saver, checkpoints.every),
+            *(run_callback(callback, run, name) for name, callback in callbacks.items()),
+            SaveEarly(run, callbacks.values(), saver, checkpoints.every),
             Generators(),
             *([] if saver is None else [saver]),
             EndIfAsked(run, saver),

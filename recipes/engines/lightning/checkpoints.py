@@ -37,13 +37,13 @@ from recipes.engines.lightning.generators import generator_states
 from recipes.engines.lightning.run import LightningRun
 from recipes.engines.own_load_plan import OwnLoadPlan
 from recipes.engines.parts import Parts
-from recipes.engines.plain_pickles import plain_pickles
+from recipes.engines.plain_pickles import loadable, plain_pickles
 from recipes.engines.resuming import saved_for, says_what_to_remove, start_of
 from recipes.engines.save_planner import SavePlanner
-from recipes.training.callback import by_names_of_states
 from recipes.training.checkpoint_names import KINDS, REST
 from recipes.training.clock import CheckpointInterval
 from recipes.training.finite import is_worth_keeping
+from recipes.training.hooks import by_names_of_states
 from recipes.training.ranks import by_first_rank, from_first_rank
 
 
@@ -125,11 +125,10 @@ class Checkpoints:
                 parts = self._read_parts(self.path)
                 state |= parts | {LEVERS: joined(state[LEVERS], parts[LEVERS])}
         self._load_weights(state)
-        for name, part in state[LEVERS].items():
-            for lever in self._parts.levers:
-                if type(lever).__name__ == name:
-                    lever.load_state_dict(part)
-        for name, callback in by_names_of_states(self._parts.callbacks).items():
+        for name, lever in self._parts.levers.by_names_of_states().items():
+            if name in state[LEVERS]:
+                lever.load_state_dict(state[LEVERS][name])
+        for name, callback in by_names_of_states(self._parts.callbacks.items()).items():
             if name in state["callbacks"]:
                 callback.load_state_dict(copied(state["callbacks"][name]))
         if self._run.scaler is not None and state["scaler"]:
@@ -213,13 +212,14 @@ class Checkpoints:
     def _state(self) -> dict[str, Any]:
         """What a checkpoint holds besides `_tensors`."""
         run = self._run
+        levers, callbacks = self._parts.levers.by_names_of_states(), by_names_of_states(self._parts.callbacks.items())
         return {
             "format": FORMAT,
             "counts": vars(run.counts).copy(),
             "optimizer_name": type(run.optimizer).__name__,
             "scaler": {} if run.scaler is None else run.scaler.state_dict(),
             "data": self._batches.state_dict(),
-            LEVERS: {type(lever).__name__: lever.state_dict() for lever in self._parts.levers},
-            "callbacks": {name: c.state_dict() for name, c in by_names_of_states(self._parts.callbacks).items()},
+            LEVERS: {name: loadable(name, lever.state_dict()) for name, lever in levers.items()},
+            "callbacks": {name: loadable(name, callback.state_dict()) for name, callback in callbacks.items()},
             "generators": generator_states() if self.generators is None else self.generators,
         }

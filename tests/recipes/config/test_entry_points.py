@@ -9,11 +9,14 @@ from recipes.config import entry_points, source_code
 from recipes.config.build import build
 from recipes.config.command_line import help_text, user_errors
 from recipes.config.recipe import Recipe, load_config
-from recipes.config.values import ConfigError
+from recipes.config.values import Component, ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
 CODE = """
-class Norm:
+from recipes.training.callback import Callback
+
+
+class Norm(Callback):
     def __init__(self, output, *, every: int = 1) -> None:
         if every < 1:
             raise ValueError(f"norm: every: {every}; give 1 or more")
@@ -67,6 +70,15 @@ def test_a_component_of_a_package_is_checked_and_then_built(package, capsys):
     assert capsys.readouterr().err == "error: callbacks.n: norm: every: 0; give 1 or more\n"
 
 
+@pytest.mark.parametrize(("group", "kind"), [("algorithm", "Lever"), ("model", "Task"), ("optimizer", "Optimizer")])
+def test_a_component_in_the_wrong_group_is_not_left_out_silently(package, group, kind):
+    folder = package(CALLBACK.replace("callback", group))
+    (folder / "__init__.py").write_text("")
+    component = Component(group, "of-tests.norm", {}, "of_tests.inner.norms:Norm", "here")
+    with pytest.raises(ValueError, match=f"^here: .* an instance of Norm, and .* needs an instance of {kind} "):
+        build(component, output="here")
+
+
 @pytest.mark.parametrize("name", ["norm", "of_tests.inner.norms:Norm", "of_tests.inner.norms", "os:system"])
 def test_a_recipe_cannot_name_a_module(package, name):
     package(CALLBACK)
@@ -98,3 +110,12 @@ def test_a_module_that_is_not_there(package):
     package("[precompose.callback]\nnorm = of_tests.outer:Norm\n")
     with pytest.raises(ConfigError, match="of_tests.outer:Norm, which cannot be used: of_tests.outer: no such module"):
         read("callbacks.n={name: of-tests.norm}")
+
+
+def test_a_component_that_cannot_be_used_hinders_no_other(package):
+    folder = package("[precompose.source]\nnorm = of_tests.inner.optional:Norm\n")
+    (folder / "inner" / "optional.py").write_text(CODE.replace("every: int", "every: Optional[int]"))
+    read("checkpoints.allow_changes=[data.source.urls]")
+    assert "of-tests.norm" in help_text(Recipe, "")
+    with pytest.raises(ConfigError, match=r"^data.source.name: .* has the type `Optional\[int\]`, which no key"):
+        read("data.source={name: of-tests.norm}")

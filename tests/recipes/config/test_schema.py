@@ -116,6 +116,7 @@ def complaint(key, value):
         ("share", "1e-4", 1e-4),
         ("on", "yes", True),
         ("extra", {"a": "1e3"}, {"a": 1000.0}),
+        ("extra", {"a": {"b": ["1e3", {3: "yes"}, None, "x"]}}, {"a": {"b": [1000.0, {"3": True}, None, "x"]}}),
         ("mode", "slow", "slow"),
         ("size", "auto", "auto"),
         ("size", None, None),
@@ -307,6 +308,40 @@ def test_a_wrong_line_of_the_table_is_one_line(tmp_path, code, target, message):
     assert checker.component("toy", {"name": "mine", "size": 1}, "x") is None
     message = message.replace("FILE", str(file)).replace("ROOT", str(tmp_path))
     assert checker.errors == [f"x.name: toy `mine` is {target}, which cannot be used: {message}"]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["'int'", "Optional[int]", "int | list", "dict[int, str]", "list[Path]", "typing.Literal['a']", "list[a, b]"],
+)
+def test_a_type_that_no_key_can_have(tmp_path, kind):
+    (tmp_path / "toys" / "wrong.py").write_text(f"def Small(*, size: {kind}): ...")
+    checker = Checker({"toy": {"mine": "toys.wrong:Small"}})
+    assert checker.component("toy", {"name": "mine", "size": 1}, "x") is None
+    what = f"the key `size` has the type `{kind}`, which no key can have; docs/extending.md lists the types"
+    assert checker.errors[0].endswith(f"wrong.py: Small: {what}")
+
+
+def test_a_component_of_a_group_that_does_not_exist(tmp_path):
+    (tmp_path / "toys" / "wrong.py").write_text("def Small(*, sizes: list[Annotated[Any, 'tyo']] | None = None): ...")
+    checker = Checker({"toy": {"mine": "toys.wrong:Small"}})
+    assert checker.component("toy", {"name": "mine"}, "x") is None
+    assert checker.errors[0].endswith("cannot be used: its key `sizes` is of the group `tyo`; did you mean `toy`?")
+
+
+def test_a_source_that_is_not_utf8_is_one_line(tmp_path):
+    (tmp_path / "toys" / "latin.py").write_bytes(b"def Small(*, word: str = '\xe9'): ...")
+    checker = Checker({"toy": {"mine": "toys.latin:Small"}})
+    assert checker.component("toy", {"name": "mine"}, "x") is None
+    assert "cannot be used" in checker.errors[0] and "can't decode byte 0xe9" in checker.errors[0]
+
+
+def test_a_component_that_cannot_be_used_hinders_no_other(tmp_path):
+    (tmp_path / "toys" / "wrong.py").write_text("def wrong(*, size=1): ...")
+    checker = Checker({"toy": {**GROUPS["toy"], "wrong": "toys.wrong:wrong"}})
+    outer = checker.component("toy", {"name": "outer", "inner": {"name": "empty"}, "count": 3}, "x")
+    assert outer is None
+    assert checker.errors == ["x.count: unknown key of toy `outer`; did you mean `x.inner.count`?"]
 
 
 # --- what this repository's own components promise -------------------------------------------------------------------

@@ -16,9 +16,10 @@ from transformers import CLIPTextConfig, CLIPTextModel
 from callbacks.export import encoder_files
 from data.clip_library import open_clip
 from recipes.config.build import encoders_of
-from recipes.encoders.base import weights_hash
+from recipes.encoders.base import LatentEncoder, TextEncoder, weights_hash
 from recipes.encoders.text import hf_clip_text, open_clip_text
 from recipes.encoders.vae import kl_vae
+from recipes.models.family import NotInDiffusersError
 
 CAPTIONS = ["a red heart", "", "woman firefighter: dark skin tone", "many words " * 20]
 
@@ -388,3 +389,38 @@ def test_a_lack_of_memory_is_not_a_broken_tokenizer(load, opens, clip_folder, hf
             load(path=str(clip_folder), precision="fp32")
         else:
             load(path=str(hf_folder), subfolder="text_encoder", tokenizer="tokenizer", precision="fp32")
+
+
+class Pool(LatentEncoder):
+    """What docs/extending.md says that an encoder of one's own defines, as Characters."""
+
+    channels, downsample, scaling_factor, shift_factor = 3, 2, 1.0, 0.0
+
+    def encode(self, images, exact=False):
+        mean = torch.nn.functional.avg_pool2d(images / 127.5 - 1, 2)
+        return mean, torch.zeros_like(mean)
+
+    def decode(self, latents):
+        return torch.nn.functional.interpolate((latents + 1) / 2, scale_factor=2)
+
+
+class Characters(TextEncoder):
+    length, width, layer, tokenizer_id = 4, 2, "last", "characters"
+
+    def tokenize(self, captions):
+        return torch.tensor([list(caption.encode()[:4].ljust(4)) for caption in captions])
+
+    def encode_tokens(self, tokens, exact=False):
+        return self._network(exact)[0](tokens)
+
+
+def test_encoders_of_ones_own_encode_and_are_none_of_diffusers():
+    images, texts = Pool(lambda: torch.nn.Linear(1, 1), "pool", "fp32"), Characters(
+        lambda: torch.nn.Embedding(256, 2), "characters", "fp32"
+    )
+    pixels = torch.full((2, 4, 4, 3), 51, dtype=torch.uint8)
+    torch.testing.assert_close(images.reconstruct(pixels), torch.full((2, 3, 4, 4), 0.2), atol=1e-3, rtol=0)
+    assert texts.encode(["a", "bcdef"]).shape == (2, 4, 2)
+    for convert in (images.for_diffusers, texts.for_transformers):
+        with pytest.raises(NotInDiffusersError, match="diffusers has no pipeline for the .* encoder "):
+            convert()

@@ -13,6 +13,7 @@ from torch import nn
 
 from recipes.config.recipe import FSDP
 from recipes.config.recipe import Checkpoints as Settings
+from recipes.engines.composer.adapters import as_algorithms
 from recipes.engines.conversion import convert, from_composer, to_composer
 from recipes.engines.counts import Counts
 from recipes.engines.lightning import generators
@@ -71,7 +72,8 @@ def new_checkpoints(output, lever=None, fsdp=None, **settings):
     recipe = SimpleNamespace(
         output=str(output), checkpoints=Settings(**settings), training=SimpleNamespace(fsdp=fsdp)
     )
-    parts = SimpleNamespace(levers=Levers([lever or Counter()]), callbacks={}, divided=False)
+    levers = Levers(lever if isinstance(lever, list) else [lever or Counter()])
+    parts = SimpleNamespace(levers=levers, callbacks={}, divided=False)
     batches = Batches(position=7)
     return Checkpoints(recipe, parts, run, batches), run, batches
 
@@ -124,6 +126,46 @@ def test_a_run_goes_on_with_all_of_its_state(tmp_path, fsdp):
     run.task = nn.Linear(3, 2)
     with pytest.raises(ValueError, match=r"another model: weight is \(2, 2\) in it and \(2, 3\) in the model"):
         third.load()
+
+
+def test_levers_of_one_class_go_on_with_their_own_states(tmp_path):
+    def labelled(*values):
+        levers = [Counter(value) for value in values]
+        for lever, label in zip(levers, ("one", "two"), strict=True):
+            lever.label_in_recipe = label
+        return levers
+
+    first, run, _ = new_checkpoints(tmp_path, labelled(5, 6))
+    save_at(first, run, 2)
+    levers = labelled(0, 0)
+    new_checkpoints(tmp_path, levers, autoresume=True)[0].load()
+    assert [lever.value for lever in levers] == [5, 6]
+    algorithms = as_algorithms(Levers(levers), None)[1:]  # Composer files states under the names of classes
+    assert [(type(lever).__qualname__, lever.state_dict()["value"]) for lever in algorithms] == [
+        ("Counter one", 5),
+        ("Counter two", 6),
+    ]
+
+
+@pytest.mark.parametrize("value", [Path("a"), np.arange(3), lambda: 1, [{"a": Path("a")}]])
+def test_a_state_that_no_run_could_load_is_not_saved(tmp_path, value):
+    checkpoints, _, _ = new_checkpoints(tmp_path, Counter(value))
+    message = r"^Counter: state_dict returns 'value' with a value that is not loaded .* \(.*(Path|Int64|lambda)"
+    with pytest.raises(ValueError, match=message):
+        checkpoints.save()
+    (algorithm,) = as_algorithms(Levers([Counter(value)]), None)[1:]
+    with pytest.raises(ValueError, match=message):
+        algorithm.state_dict()
+    assert not list(tmp_path.rglob("ep*"))
+
+
+@pytest.mark.parametrize("value", [None, 3, "a", (1, [2.5, {"a": True}]), torch.ones(2), {4}, b"a"])
+def test_plain_states_go_on(tmp_path, value):
+    first, run, _ = new_checkpoints(tmp_path, Counter(value))
+    save_at(first, run, 2)
+    lever = Counter()
+    new_checkpoints(tmp_path, lever, autoresume=True)[0].load()
+    assert type(lever.value) is type(value) and str(lever.value) == str(value)
 
 
 def test_what_is_saved_when(tmp_path):
