@@ -64,8 +64,9 @@ def names_in(address):
 def killed(word, number, *program, **variables):
     """Runs a program that is killed before its NUMBER-th request with a word; see storing.py."""
     words = [sys.executable, STORING, word, number, *program]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
     done = subprocess.run(
-        [str(word) for word in words], cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=900
+        [str(word) for word in words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == -signal.SIGKILL, done.stdout[-2000:] + done.stderr[-4000:]
 
@@ -187,7 +188,9 @@ def test_lightning_goes_on_from_the_bucket(store, encoded, quick_recipe, tmp_pat
         return quick_recipe(tmp_path / name, *RUN, f"data.streams.train.path={encoded}", *changes)
 
     copies = f"checkpoints={{every: 3ba, keep: 2, autoresume: true, bucket: '{store}/lightning'}}"
-    build_trainer(recipe("first", copies, "training.duration=6ba")).fit()
+    training = build_trainer(recipe("first", copies, "training.duration=6ba"))
+    training.fit()
+    training.close()  # which waits for the last copy
     assert names_in(f"{store}/lightning") == {"latest.json", "ep0-ba3.ckpt", "ep1-ba6.ckpt"}
     assert build_trainer(recipe("second", copies)).run.counts.batch == 6
     loaded = build_trainer(recipe("third", f"checkpoints.load_path={store}/lightning/ep0-ba3.ckpt"))
