@@ -130,6 +130,7 @@ class CheckpointFiles:
         self.link = folder / kind.link
         self.keep = keep
         self._copies = None if bucket is None else CheckpointCopies(bucket)
+        self._holds = False  # whether copies begin by `copy_held`
         self._loggers = loggers
 
     def newest_is(self, path: Path, batch: int) -> None:
@@ -140,6 +141,16 @@ class CheckpointFiles:
         one does it, and the others wait here, as the copy of the checkpoint before may take longer than a collective.
         """
         by_first_rank(lambda: self._newest_is(path, batch))
+
+    def hold_copies(self) -> None:
+        """Let copies begin by `copy_held`: the next checkpoint may be written a second time."""
+        self._holds = True
+
+    def copy_held(self) -> None:
+        """Begin the copy of the newest checkpoint, which was held. Every rank must call it, as above."""
+        self._holds = False
+        if self._copies is not None:
+            by_first_rank(lambda: self._copies.begin(self.kind.newest(self.folder), self.link.name, self.keep))
 
     def catch_up(self) -> None:
         """Begin the copy of the newest checkpoint, of a run that goes on from it, where the bucket has an older one.
@@ -176,7 +187,9 @@ class CheckpointFiles:
             self._loggers.flush()  # first: a run that goes on from here does not log these batches again
         keep_with(self.folder.parent, path)  # before the link: what it points to has its record
         point_to(self.link, path)
-        if self._copies is not None:
+        if self._copies is not None and self._holds:
+            self._copies.wait()  # it may read one that is removed below
+        elif self._copies is not None:
             self._copies.begin(path, self.link.name, self.keep)
         if self.keep != -1:
             mine = [old for old in self.kind.all(self.folder) if batch_of(old.name) <= batch]

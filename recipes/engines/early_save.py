@@ -49,6 +49,7 @@ class EarlySave:
             return
         # In this order: the host waits while all weights are read, which must not happen in each batch.
         if (self._due(run.clock) or run.stopping) and is_worth_keeping(run):
+            self._files.hold_copies()
             save()
             self._saved = self._digest()
 
@@ -59,10 +60,10 @@ class EarlySave:
         changed = torch.tensor(int(self._saved != self._digest()), device=self._run.device)
         all_reduce(changed, "MAX")
         if changed:
-            self._files.wait()  # till its copy is made
             save()
         else:
             self._files.flush()
+        self._files.copy_held()
 
     def _digest(self) -> bytes:
         states = [callback.state_dict() for callback in self._callbacks], own_generators()

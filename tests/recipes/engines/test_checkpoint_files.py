@@ -57,7 +57,11 @@ def test_a_real_full_disk(tmp_path, monkeypatch):
     checkpoints, run, _ = new_checkpoints(tmp_path, keep=1)
     save_at(checkpoints, run, 1)
     save = torch.save
-    monkeypatch.setattr(torch, "save", lambda value, _: save(value, io.FileIO("/dev/full", "w")))
+
+    def refuse(value, file):
+        save(value, file if isinstance(file, io.BytesIO) else io.FileIO("/dev/full", "w"))
+
+    monkeypatch.setattr(torch, "save", refuse)
     with pytest.raises(ValueError, match="could not be written .No space left on device.; make room"):
         save_at(checkpoints, run, 2)
     assert names(tmp_path / "checkpoints") == ["ep0-ba1.ckpt", "latest"]
@@ -184,6 +188,37 @@ def test_the_figures_of_batches_before_a_checkpoint_are_on_the_disk(tmp_path):
             files.newest_is(tmp_path / "checkpoints" / "ep0-ba2.ckpt", batch)
     assert read_curves(tmp_path / "tensorboard")["loss"].batches.tolist() == [1, 2]
     loggers.close("FINISHED")
+
+
+def test_a_copy_that_is_held_begins_later(tmp_path, monkeypatch):
+    """The one before is complete before its checkpoint is removed."""
+    done = []
+
+    class Copies:
+        def __init__(self, address):
+            """Of a bucket."""
+
+        def begin(self, path, link, keep):
+            done.append(f"begins {path.name}")
+
+        def wait(self):
+            done.append(f"waits, there are {names(tmp_path)}")
+
+    monkeypatch.setattr(checkpoint_files, "CheckpointCopies", Copies)
+    files = CheckpointFiles(tmp_path, KINDS["lightning"], keep=1, bucket="s3://sets/run")
+    (tmp_path / "ep0-ba2.ckpt").touch()
+    files.newest_is(tmp_path / "ep0-ba2.ckpt", 2)
+    files.hold_copies()
+    (tmp_path / "ep0-ba4.ckpt").touch()
+    files.newest_is(tmp_path / "ep0-ba4.ckpt", 4)
+    assert done == ["begins ep0-ba2.ckpt", "waits, there are ['ep0-ba2.ckpt', 'ep0-ba4.ckpt', 'latest']"]
+    assert names(tmp_path) == ["ep0-ba4.ckpt", "latest"]
+    files.newest_is(tmp_path / "ep0-ba4.ckpt", 4)
+    files.copy_held()
+    assert done[-1] == "begins ep0-ba4.ckpt" and sum(line.startswith("begins") for line in done) == 2
+    (tmp_path / "ep0-ba6.ckpt").touch()
+    files.newest_is(tmp_path / "ep0-ba6.ckpt", 6)
+    assert done[-1] == "begins ep0-ba6.ckpt"
 
 
 @pytest.mark.parametrize("dangles", [False, True])

@@ -101,7 +101,11 @@ class Changes(Callback):
 def run_of(callback, saved, every="2ba", duration="8ba"):
     """Gives a function of a batch: what an engine does at its end, with what happens after the checkpoint."""
     run = FakeRun(duration=duration)
-    files = SimpleNamespace(wait=lambda: saved.append("waits"), flush=lambda: saved.append("flushes"))
+    files = SimpleNamespace(
+        hold_copies=lambda: saved.append("holds"),
+        flush=lambda: saved.append("flushes"),
+        copy_held=lambda: saved.append("copies"),
+    )
     early = EarlySave(run, [callback], files, every)
 
     def end(batch, then=lambda: None, stopping=False):
@@ -120,12 +124,12 @@ def test_it_is_saved_again_where_a_state_has_changed(monkeypatch):
     monkeypatch.setattr(early_save, "is_worth_keeping", lambda run: looked.append(run.clock.batch) or True)
     run, end = run_of(callback, [])
     assert end(1) == ["acts"]
-    assert end(2) == ["saves 2", "acts", "flushes"]
+    assert end(2) == ["holds", "saves 2", "acts", "flushes", "copies"]
     assert end(3, then=lambda: torch.rand(1)) == ["acts"]
-    again = ["saves 4", "acts", "waits", "saves 4 again"]
+    again = ["holds", "saves 4", "acts", "saves 4 again", "copies"]
     assert end(4, then=lambda: callback.state.update(seen=torch.tensor([0.0, 1.0, 0.0]))) == again
     assert end(6, then=lambda: torch.rand(1)) == [line.replace("4", "6") for line in again]
-    assert end(7, stopping=True) == ["saves 7", "acts", "flushes"]
+    assert end(7, stopping=True) == ["holds", "saves 7", "acts", "flushes", "copies"]
     assert end(8) == ["acts"]  # the end, after which a run is not evaluated again
     assert looked == [2, 4, 6, 7]  # at all weights, for which the host waits
 
