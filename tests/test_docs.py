@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import yaml
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -284,20 +283,16 @@ def test_the_examples_of_extending_pass_their_tests(extended, tmp_path, monkeypa
             del sys.modules[module]
 
 
-def test_the_lever_of_extending_takes_weights_that_are_divided_over_cpus(tmp_path):
+def test_the_lever_of_extending_takes_weights_that_are_divided_over_cpus(one_rank):
     found = blocks((ROOT / "docs" / "extending.md").read_text(), ("python",))
     (code,) = (body for body in found if "def centralize(" in body)
     names: dict = {}
     exec(code, names)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        mesh, gradient = init_device_mesh("cpu", (1,)), torch.randn(3, 4)
-        weight = torch.nn.Parameter(distribute_tensor(torch.zeros(3, 4), mesh, [Shard(1)]))  # as in tensor parallelism
-        weight.grad = distribute_tensor(gradient, mesh, [Shard(1)])
-        names["centralize"]([weight])
-        torch.testing.assert_close(weight.grad.full_tensor(), gradient - gradient.mean(1, keepdim=True))
-    finally:
-        dist.destroy_process_group()
+    mesh, gradient = init_device_mesh("cpu", (1,)), torch.randn(3, 4)
+    weight = torch.nn.Parameter(distribute_tensor(torch.zeros(3, 4), mesh, [Shard(1)]))  # as in tensor parallelism
+    weight.grad = distribute_tensor(gradient, mesh, [Shard(1)])
+    names["centralize"]([weight])
+    torch.testing.assert_close(weight.grad.full_tensor(), gradient - gradient.mean(1, keepdim=True))
 
 
 def test_the_examples_of_extending_are_accepted_by_the_config_and_the_linter(extended):
