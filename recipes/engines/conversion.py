@@ -16,10 +16,10 @@ from data.freed_memory import give_back_from_now_on
 from recipes.engines.composer.callback_states import packed, unpacked
 from recipes.engines.counts import Counts
 from recipes.engines.deferred import Deferred
+from recipes.engines.generators import with_arrays, with_tensors
 from recipes.engines.legacy_checkpoints import upgraded
 from recipes.engines.lever_states import LEVERS, joined
 from recipes.engines.lightning.checkpoint_format import FORMAT, read_file
-from recipes.engines.lightning.generators import with_arrays, with_tensors
 from recipes.engines.plain_pickles import ALLOWED, NOT_WHOLE, damaged, load_plain
 from recipes.engines.sharded_files import Sharded
 from recipes.models.legacy_weights import separate_names

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from recipes.engines.checkpoint_files import CheckpointFiles
-from recipes.engines.lightning.generators import own_generators
+from recipes.engines.generators import own_generators
 from recipes.training.callback import Callback
 from recipes.training.clock import CheckpointInterval
 from recipes.training.finite import is_worth_keeping

@@ -28,12 +28,12 @@ from recipes.engines.checkpoint_files import CheckpointFiles, first_rank_writes,
 from recipes.engines.counts import Counts
 from recipes.engines.early_save import EarlySave
 from recipes.engines.fetched_checkpoints import fetched
+from recipes.engines.generators import generator_states
 from recipes.engines.lazy import copied, copy_moments
 from recipes.engines.legacy_checkpoints import upgraded
 from recipes.engines.lever_states import LEVERS, forms, gathered, joined, separated
 from recipes.engines.lightning.checkpoint_format import FORMAT, read_file
 from recipes.engines.lightning.data import RunBatches
-from recipes.engines.lightning.generators import generator_states
 from recipes.engines.lightning.run import LightningRun
 from recipes.engines.own_load_plan import OwnLoadPlan
 from recipes.engines.parts import Parts

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from data.loading import Batch, Loading
+from recipes.engines.generators import seed_all
 from recipes.engines.lightning.data import EvalBatches, RunBatches
-from recipes.engines.lightning.generators import seed_all
 from recipes.engines.lightning.hook_calls import BetweenBatches, HookCalls
 from recipes.engines.lightning.run import LightningRun
 from recipes.engines.parts import Parts

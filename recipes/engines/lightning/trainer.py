@@ -16,9 +16,9 @@ from recipes.config.recipe import Recipe
 from recipes.config.values import plain_values
 from recipes.engines.checkpoint_files import end_if_asked
 from recipes.engines.counts import epoch_batches, in_present_batches
+from recipes.engines.generators import restore_generators, seed_all
 from recipes.engines.lightning.checkpoints import Checkpoints
 from recipes.engines.lightning.data import RunBatches
-from recipes.engines.lightning.generators import restore_generators, seed_all
 from recipes.engines.lightning.hook_calls import BetweenBatches, HookCalls
 from recipes.engines.lightning.module import TaskModule
 from recipes.engines.lightning.processes import local_rank, local_world_size, start_process_group

@@ -25,7 +25,7 @@ from data.sources.base import Sample
 from recipes.engines import checkpoint_copies, checkpoint_files, fetched_checkpoints, resuming, shared_folder
 from recipes.engines.checkpoint_files import CheckpointFiles
 from recipes.engines.fetched_checkpoints import fetched
-from recipes.engines.lightning.generators import generator_states, restore_generators, seed_all
+from recipes.engines.generators import generator_states, restore_generators, seed_all
 from recipes.engines.own_load_plan import OwnLoadPlan
 from recipes.engines.resuming import prepare_folder
 from recipes.engines.save_planner import SavePlanner

@@ -13,13 +13,13 @@ from torch import nn
 
 from recipes.config.recipe import FSDP
 from recipes.config.recipe import Checkpoints as Settings
+from recipes.engines import generators
 from recipes.engines.composer.adapters import as_algorithms
 from recipes.engines.conversion import convert, from_composer, to_composer
 from recipes.engines.counts import Counts
-from recipes.engines.lightning import generators
+from recipes.engines.generators import generator_states, restore_generators, seed_all
 from recipes.engines.lightning.checkpoint_format import read_file
 from recipes.engines.lightning.checkpoints import Checkpoints
-from recipes.engines.lightning.generators import generator_states, restore_generators, seed_all
 from recipes.engines.lightning.run import LightningRun
 from recipes.engines.lightning.trainer import restore_saved
 from recipes.engines.loggers import RunLoggers
