@@ -56,6 +56,7 @@ NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, ta
 MAX_NAME_BYTES = 1 << 20  # of headers with long names and other notes
 MAX_MEMBER_BYTES = 1 << 40  # `tarfile` goes on to skip a member behind the end of the file, a damaged one for ever
 HEADER_ERRORS = (ValueError, OverflowError, IndexError, RecursionError, OSError)  # `tarfile` raises them for wild ones
+READ_ERRORS = (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, *HEADER_ERRORS)
 
 _COMPRESSIONS = ((rb"\x1f\x8b\x08", gzip.open), (rb"BZh.1AY&SY", bz2.open), (rb"\xfd7zXZ|\x5d\0\0\x80", lzma.open))
 
@@ -191,6 +192,10 @@ def open_tar(url: str) -> Iterator[BufferedReader]:
     """Opens a local tar, or a remote one after it was fetched into a temporary file.
 
     Remote tars are fetched as a whole, because a connection that breaks looks like a tar that ends early.
+
+    Raises:
+        FileNotFoundError: there is no such tar.
+        ValueError: a remote one could not be fetched, or what came is none.
     """
     if not re.match(r"[a-z0-9]+://", url):
         if not Path(url).is_file():
@@ -209,9 +214,26 @@ def open_tar(url: str) -> Iterator[BufferedReader]:
                 if disk_error(error) is not None:
                     what = f"make room in {tempfile.gettempdir()} (TMPDIR)"
                 raise store_error(f"cannot fetch {shown(url)}: {one_line(error)}; {what}", error) from error
+            _check_answer(local, url)
             file = open(local, "rb")  # noqa: SIM115 - its name goes now; a killed process leaves nothing behind
     with file:
         yield file
+
+
+def _check_answer(path: Path, url: str) -> None:
+    """Raises ValueError where a server answered with something else, such as a page that asks for a password: unlike a
+    damaged tar, it says nothing about the shard, which must not count as done."""
+    with open(path, "rb") as file:
+        begin = file.peek(40)[:40]
+        try:
+            tarfile.open(fileobj=_decompressed(file), mode="r|", tarinfo=_CheckedHeader).close()
+        except READ_ERRORS as error:
+            if try_again(error):
+                raise
+            raise ValueError(
+                f"cannot fetch {shown(url)}: what came is not a tar ({path.stat().st_size:,} bytes, which begin with "
+                f"{begin!r}): see whether the address is right and asks for a login"
+            ) from None
 
 
 def _remove_left(temporary: Path) -> None:
@@ -284,7 +306,7 @@ def _groups(
             while block := archive.fileobj.read(1 << 20):
                 if block.strip(b"\0"):
                     raise tarfile.ReadError(f"data after the end-of-archive mark at byte {archive.offset}")
-    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, *HEADER_ERRORS) as error:
+    except READ_ERRORS as error:
         if try_again(error):
             raise
         if members:

@@ -321,21 +321,29 @@ def test_addresses_are_shown_without_secrets(address, text):
 
 def test_a_signature_is_in_no_message_and_no_list_of_rejected_samples(tmp_path, monkeypatch, caplog):
     def come(address, path, timeout, attempts=None, downloader=None):
-        path.write_bytes(b"no tar")
+        path.write_bytes(write_tar(tmp_path / "whole.tar", layout()).read_bytes()[:700])
 
     def fail(*arguments, **options):
         raise OSError("the server is gone")
 
     source = TarSource(urls="https://me:secret@host/0.tar?signature=secret")
     monkeypatch.setattr(tars, "fetch", come)
-    (row,) = read(source)
-    assert row.reason == "broken_shard" and row.key == "0.tar"
+    assert [row.key for row in read(source) if row.reason == "broken_shard"] == ["0.tar"]
     monkeypatch.undo()
     monkeypatch.setattr(downloads.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(downloads.urllib.request, "urlopen", fail)
     with pytest.raises(Outage, match="cannot fetch https://host/0.tar: the server is gone") as raised:
         read(source)
     assert "secret" not in f"{raised.value}{caplog.text}"
+
+
+@pytest.mark.parametrize("answer", [b"<!DOCTYPE html><title>Log in</title>" * 40, b"", gzip.compress(b"<html>" * 400)])
+def test_an_answer_that_is_no_tar_is_not_a_damaged_tar(answer, monkeypatch):
+    """A damaged tar counts as done, and the job would never ask for it again."""
+    monkeypatch.setattr(tars, "fetch", lambda address, path, timeout: path.write_bytes(answer))
+    text = rf"cannot fetch https://host/0.tar: what came is not a tar \({len(answer):,} bytes, .*asks for a login"
+    with pytest.raises(ValueError, match=text):
+        read(TarSource(urls="https://host/0.tar"))
 
 
 def test_buckets_go_through_the_streaming_library(tmp_path, monkeypatch):
