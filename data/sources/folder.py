@@ -227,6 +227,9 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             first = (reader.fieldnames or [""])[0]
             if other := next((mark for mark in (";", "\t") if mark in first), None):  # of some spreadsheet programs
                 raise ValueError(f"{path}, line 1: the cells are separated by {other!r}: separate them by commas")
+            columns = Counter(reader.fieldnames)
+            if twice := [name for name in _NAME_COLUMNS + _CAPTION_COLUMNS if columns[name] > 1]:
+                raise ValueError(f"{path}, line 1: several columns are named {twice[0]}: rename all but one")
             for row in reader:
                 if None in row:
                     raise ValueError(f"{path}, line {reader.line_num}: more cells than columns: quote the commas")

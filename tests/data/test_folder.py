@@ -147,6 +147,7 @@ def test_other_captions_in_a_table_are_another_shard(tmp_path):
         ("t.csv", b"picture,text\na.png,one\n", "line 2: no column file_name or file"),
         ("t.csv", b"file,text\na.png,one, two\n", "line 2: more cells"),
         ("t.csv", b"file;text\na.png;one, two\n", "line 1: the cells are separated by ';': separate them by commas"),
+        ("t.csv", b"file,text,id,text\na.png,one,1,two\n", "several columns are named text: rename all but one"),
         ("t.csv", b"file\ttext\na.png\tone\n", r"line 1: the cells are separated by '\\t'"),
         ("t.csv", b"file,text\na.png,\xff\n", "not UTF-8"),
         ("t.csv", b'file,text\na.png,"' + b"a\n" * 99_999, "line 2: field larger .*: close the quote"),
