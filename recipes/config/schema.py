@@ -345,7 +345,9 @@ class Checker:
         options = _alternatives(annotation)
         if value is None:
             if not _allows_null(options):
-                self.fail(path, f"expected {type_text(annotation)}, got null")
+                labels = any(_source(option).startswith("dict[") for option in options)
+                hint = f"; to leave out one of its entries, set {path}.LABEL to null" if labels else ""
+                self.fail(path, f"expected {type_text(annotation)}, got null{hint}")
             return None
         attempts = []
         for option in options:

@@ -267,7 +267,13 @@ def test_another_name_drops_the_old_arguments(small):
         (["callbacks={exprot: null}"], ["callbacks.exprot: null removes nothing; did you mean `export`?"]),
         (["training.grad_clp=null"], ["training.grad_clp: unknown key; did you mean `grad_clip`?"]),
         (["model=null"], ["model: expected model component, got null"]),
-        (["callbacks=null"], ["callbacks: expected dict[str, callback component], got null"]),
+        (
+            ["callbacks=null"],
+            [
+                "callbacks: expected dict[str, callback component], got null; to leave out one of its entries, set "
+                "callbacks.LABEL to null"
+            ],
+        ),
         (["callbacks.new.every=1ba"], ["callbacks.new.name: missing; allowed: codebook, "]),
         (["data.source.path=nowhere"], ["data.source.path: `nowhere` does not exist (looked in "]),
         (["checkpoints.load_path=nowhere.pt"], ["checkpoints.load_path: `nowhere.pt` does not exist (looked in "]),
