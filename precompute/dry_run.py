@@ -120,7 +120,10 @@ def _size_lines(config: EncodeConfig) -> list[str]:
     lines = []
     encoder = config.image_encoder
     if config.kind == "tokens":
-        check_resolutions(config.resolutions, DVAE_DOWNSAMPLE, encoder.args["path"])
+        if encoder.name == "dvae":
+            check_resolutions(config.resolutions, DVAE_DOWNSAMPLE, encoder.args["path"])
+        else:
+            lines.append(f"sizes of the image encoder are assumed to be DALL-E's: {encoder.name} is not loaded")
         columns = TokenColumns({r: (r // DVAE_DOWNSAMPLE) ** 2 for r in config.resolutions}, config.crops)
     else:
         (channels, downsample), vae_known = image_shape(encoder)

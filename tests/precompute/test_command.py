@@ -1,5 +1,6 @@
 """The command line: one line per error, and nothing heavy imported before the config is known to be right."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from precompute.encode import main as encode
 from precompute.pack import main as pack
 from precompute.pack_config import PackConfig
 from recipes.config.recipe import Recipe, load_config
+from recipes.config.values import Component
 from recipes.evaluation.config import Evaluation
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,6 +81,16 @@ def test_a_dry_run_checks_what_needs_no_encoder(recipe, changes, message):
     config = load_config(recipe(**changes), [], EncodeConfig, missing=[])
     with pytest.raises(ValueError, match=message):
         encode_report(config, [], Rank.from_environment())
+
+
+def test_a_dry_run_assumes_the_sizes_of_a_token_encoder_of_ones_own(recipe, tmp_path, monkeypatch):
+    """It has no key `path`, perhaps, and other tokens per side than DALL-E's."""
+    dvae = {"image_encoder": {"name": "dvae", "path": "a/b"}, "text_encoder": None}
+    config = load_config(recipe(**dvae), [], EncodeConfig, missing=[])
+    own = Component("image_encoder", "mine", {}, "", "")
+    monkeypatch.setattr("precompute.config.TOKEN_ENCODERS", ("dvae", "mine"))
+    report = encode_report(dataclasses.replace(config, image_encoder=own, resolutions=[20]), [], Rank())
+    assert "sizes of the image encoder are assumed to be DALL-E's: mine is not loaded" in report
 
 
 def test_a_dry_run_says_what_is_to_be_scored_first(recipe, tars, tmp_path):
