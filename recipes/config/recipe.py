@@ -183,6 +183,9 @@ class Checkpoints:
     """Whether checkpoints are saved."""
     every: Duration | None = None
     """Interval of checkpoints; null: only at the end of the run. The end always saves one."""
+    minutes: float | None = None
+    """Longest time between checkpoints, in minutes: one is also saved after the first batch that ends so long after the
+    one before. null: any time."""
     keep: int = 2
     """How many of the newest checkpoints are kept on disk; -1 keeps all."""
     bucket: str | None = None
@@ -206,6 +209,10 @@ class Checkpoints:
         bucket, scheme = self.bucket, scheme_of(self.load_path or "")
         _require(
             (_positive(self.every), f"every: `{self.every}`; give an interval above 0"),
+            (
+                self.minutes is None or self.minutes > 0,
+                f"minutes: {self.minutes}; give a time above 0, or null for no limit",
+            ),
             (
                 self.keep == -1 or self.keep >= 1,
                 f"keep: {self.keep}; give 1 or more, or -1 for all; save: false for none",

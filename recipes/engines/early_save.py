@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import io
+import math
+import time
 from collections.abc import Callable, Iterable
 
 import torch
@@ -26,31 +28,46 @@ class EarlySave:
     stopped.
 
     At the end of a run nothing is saved before them: a run that has ended would not evaluate again.
+
+    A checkpoint is also due when the newest one is older than a number of minutes, on the clock of any rank.
     """
 
-    def __init__(self, run: Run, callbacks: Iterable[Callback], files: CheckpointFiles, every: str | None) -> None:
+    def __init__(
+        self,
+        run: Run,
+        callbacks: Iterable[Callback],
+        files: CheckpointFiles,
+        every: str | None,
+        minutes: float | None = None,
+    ) -> None:
         """
         Args:
             run: says where it is, and whether it is to stop.
             callbacks: of the run.
             files: where checkpoints lie.
             every: interval between checkpoints; None: only the end of the run.
+            minutes: longest time between two checkpoints, and from the first batch to the first one; None: any.
         """
         self._run = run
         self._callbacks = list(callbacks)
         self._files = files
         self._due = CheckpointInterval(every)
+        self._seconds = math.inf if minutes is None else 60 * minutes
         self._saved: bytes | None = None  # a digest of the states in the checkpoint of this batch
 
     def before(self, save: Callable[[], None]) -> None:
         """Save a checkpoint if one is due at this batch, or the run is to stop after it. Every rank must call it."""
         run, self._saved = self._run, None
+        if math.isinf(run.save_from):  # the first batch of this process, which may have compiled the model
+            run.save_from = time.monotonic() + self._seconds
         if run.clock.ended or run.clock.ends_with_epoch:
             return
         # In this order: the host waits while all weights are read, which must not happen in each batch.
-        if (self._due(run.clock) or run.stopping) and is_worth_keeping(run):
+        if (self._due(run.clock) or run.stopping or run.overdue) and is_worth_keeping(run):
             self._files.hold_copies()
             save()
+            # Composer also asks at the end of an epoch, which is the same batch.
+            run.overdue, run.save_from = False, time.monotonic() + self._seconds
             self._saved = self._digest()
 
     def after(self, save: Callable[[], None]) -> None:

@@ -136,6 +136,8 @@ def disk_bytes(recipe: Recipe, found: Survey) -> int:
     for a moment."""
     checkpoints = recipe.checkpoints
     written = found.length.times(checkpoints.every) or 1
+    if checkpoints.minutes is not None and checkpoints.keep != -1:  # a slow run writes more
+        written = max(written, checkpoints.keep + 1)
     held = written if checkpoints.keep == -1 else min(checkpoints.keep + 1, written)
     exports = sum(cost.files.held for cost in found.costs.callbacks.values() if cost.files is not None)
     size = found.costs.checkpoint_bytes(found.parameters) + found.costs.averaged_bytes
@@ -164,10 +166,14 @@ def checkpoints_text(recipe: Recipe, size: int, averaged: int, length: Length) -
         return "checkpoints: none"
     written = length.times(checkpoints.every)
     kept = written if checkpoints.keep == -1 else min(checkpoints.keep, written or checkpoints.keep)
-    disk = "" if kept is None else f", {kept} kept ({size_text(kept * (size + averaged))})"
+    least = ""
+    if checkpoints.minutes is not None:  # a slow run writes more
+        kept, least = (kept, "at least ") if checkpoints.keep == -1 else (checkpoints.keep, "")
+    disk = "" if kept is None else f", {least}{kept} kept ({size_text(kept * (size + averaged))})"
     late = f", {size_text(size + averaged)} with the average" if averaged else ""
+    limit = "" if checkpoints.minutes is None else f", and after {checkpoints.minutes:g} minutes without one"
     return (
-        f"checkpoints: {times_text(checkpoints.every, length)}, about {size_text(size)} each{late}{disk}, "
+        f"checkpoints: {times_text(checkpoints.every, length)}{limit}, about {size_text(size)} each{late}{disk}, "
         f"in {recipe.output}/checkpoints"
     )
 

@@ -82,6 +82,8 @@ def _checkpoints_text(recipe: Recipe) -> str:
     if not checkpoints.save:
         return f"none; output in {recipe.output}{begins}"
     every = f"every {checkpoints.every}" if checkpoints.every else "at the end"
+    if checkpoints.minutes is not None:
+        every += f", and after {checkpoints.minutes:g} minutes without one"
     kept = "all kept" if checkpoints.keep == -1 else f"the newest {checkpoints.keep} kept"
     resume = "" if checkpoints.autoresume else ", begun anew at each start"
     return f"{every}, {kept}{resume}, in {recipe.output}/checkpoints{begins}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -38,6 +39,8 @@ class Run(ABC):
         nonfinite: number of batches in a row, up to the last one, whose loss or gradients were not finite. While it is
             above 0, no checkpoint or export is written.
         stopping: whether a rank got a signal to stop: the engine saves a checkpoint after this batch, and ends.
+        save_from: time (of `time.monotonic`) from which a checkpoint is overdue on this rank; infinite: never.
+        overdue: whether a checkpoint is overdue on any rank: the engine saves one after this batch.
     """
 
     task: Task
@@ -55,6 +58,8 @@ class Run(ABC):
     eval_figures: dict[str, float]
     nonfinite: int = 0
     stopping: bool = False
+    save_from: float = math.inf
+    overdue: bool = False
 
     @property
     def on_gpu(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from recipes.training.run import Run
 from recipes.training.transfer import HostCopy
 
 REPORT = "nonfinite.json"
+SAVE, STOP = 1, 2  # what ranks ask for: a checkpoint; a checkpoint and the end. The largest of all ranks holds
 
 
 class Guard(Lever):
@@ -34,7 +36,8 @@ class Guard(Lever):
     the gradient scaler, which divides its scale by 2 each time, until the scale is 1: what is not finite then is not
     finite by itself. resblock_grad_scaling also skips batches by itself, which count once a scale that overflows cannot
     become smaller. Other batches whose gradients a lever has cleared, as powersgd does, count, and losses always do.
-    Ranks agree by one exchange of two numbers per batch, which also says whether one of them got a signal to stop.
+    Ranks agree by one exchange of two numbers per batch, which also says whether one of them got a signal to stop, or
+    finds a checkpoint overdue.
     A fused optimizer on whole copies of the model skips an update by itself. The host then launches the update first,
     and reads at the end of the step whether it was skipped.
 
@@ -62,7 +65,7 @@ class Guard(Lever):
         self.skipped = 0  # since this process began
         self._first: int | None = None  # batch at which the present row began
         self._bad = False
-        self._flags: HostCopy | None = None  # whether a gradient is not finite, and whether the run is to stop
+        self._flags: HostCopy | None = None  # whether a gradient is not finite, and what ranks ask for
         self._blocks: list[dict[str, Any]] = []
 
     def batch_start(self, run: Run) -> None:
@@ -75,8 +78,8 @@ class Guard(Lever):
         gradients = [p.grad for p in trained if p.grad is not None]
         bad = ~largest_magnitude(gradients).isfinite()
         # Filled on the device: the host would wait for the backward pass with a copy of its own memory.
-        stops = torch.full((), int(stop.requested()), dtype=torch.int32, device=run.device)
-        flags = torch.stack([bad.to(run.device, torch.int32), stops])
+        asks = torch.full((), _asks(run), dtype=torch.int32, device=run.device)
+        flags = torch.stack([bad.to(run.device, torch.int32), asks])
         all_reduce(flags, "MAX")
         self._flags = HostCopy(flags)
         if gradients and run.nonfinite + 1 < self.limit and _looks_at_flags(run, trained):
@@ -91,10 +94,11 @@ class Guard(Lever):
             run.skip_update()
 
     def _read_flags(self, run: Run) -> None:
-        found, run.stopping = (bool(flag) for flag in self._flags.tolist())
+        found, asked = self._flags.tolist()
+        run.stopping, run.overdue = asked == STOP, asked == SAVE
         self._flags = None
         stop.begin_batches()  # every rank is here
-        self._bad = found and (run.precision != "amp_fp16" or run.gradient_scale() <= 1.0)
+        self._bad = bool(found) and (run.precision != "amp_fp16" or run.gradient_scale() <= 1.0)
 
     def step_end(self, run: Run) -> None:
         """Count.
@@ -156,6 +160,13 @@ class Guard(Lever):
             f"training: {run.nonfinite} batches in a row were not finite, since batch {self._first} (loss {run.loss}); "
             f"the last good checkpoint is {newest or 'none'}; lower optimizer.lr or look at {self.output / REPORT}"
         )
+
+
+def _asks(run: Run) -> int:
+    """What this rank asks for at this moment: `STOP`, `SAVE` or 0."""
+    if stop.requested():
+        return STOP
+    return SAVE if time.monotonic() >= run.save_from else 0
 
 
 def _looks_at_flags(run: Run, parameters: list[Tensor]) -> bool:

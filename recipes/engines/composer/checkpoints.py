@@ -15,6 +15,7 @@ from composer.loggers import Logger
 from composer.utils import reproducibility
 
 from data.log import log
+from recipes.config.recipe import Checkpoints
 from recipes.engines.checkpoint_files import CheckpointFiles, end_if_asked, first_rank_writes, whole
 from recipes.engines.composer.run import ComposerRun
 from recipes.engines.early_save import EarlySave
@@ -105,19 +106,21 @@ class SaveEarly(ComposerCallback):
     """
 
     def __init__(
-        self, run: ComposerRun, callbacks: Iterable[Callback], saver: WholeCheckpoints | None, every: str | None
+        self, run: ComposerRun, callbacks: Iterable[Callback], saver: WholeCheckpoints | None, config: Checkpoints
     ) -> None:
         """
         Args:
             run: is shown to callbacks.
             callbacks: of the recipe.
             saver: None: the recipe saves nothing.
-            every: interval between checkpoints; None: only the end of the run.
+            config: says when checkpoints are due.
         """
         self._run = run
         self._callbacks = list(callbacks)
         self._saver = saver
-        self._early = None if saver is None else EarlySave(run, self._callbacks, saver.files, every)
+        self._early = None
+        if saver is not None:
+            self._early = EarlySave(run, self._callbacks, saver.files, config.every, config.minutes)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         if self._early is not None:

@@ -249,7 +249,7 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts, optimizer: torch.opt
         parallelism_config={"fsdp": fsdp_config(recipe, parts.task, start, planner)} if parts.divided else None,
         callbacks=[
             *(run_callback(callback, run, name) for name, callback in callbacks.items()),
-            SaveEarly(run, callbacks.values(), saver, checkpoints.every),
+            SaveEarly(run, callbacks.values(), saver, checkpoints),
             Generators(),
             *([] if saver is None else [saver]),
             EndIfAsked(run, saver),

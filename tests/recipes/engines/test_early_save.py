@@ -1,5 +1,6 @@
 """Checkpoints that are saved before what may fail at the same batch."""
 
+import re
 import warnings
 from types import SimpleNamespace
 
@@ -98,7 +99,7 @@ class Changes(Callback):
         return {name: value.clone() if torch.is_tensor(value) else value for name, value in self.state.items()}
 
 
-def run_of(callback, saved, every="2ba", duration="8ba"):
+def run_of(callback, saved, every="2ba", duration="8ba", minutes=None):
     """Gives a function of a batch: what an engine does at its end, with what happens after the checkpoint."""
     run = FakeRun(duration=duration)
     files = SimpleNamespace(
@@ -106,10 +107,10 @@ def run_of(callback, saved, every="2ba", duration="8ba"):
         flush=lambda: saved.append("flushes"),
         copy_held=lambda: saved.append("copies"),
     )
-    early = EarlySave(run, [callback], files, every)
+    early = EarlySave(run, [callback], files, every, minutes)
 
-    def end(batch, then=lambda: None, stopping=False):
-        run.at(batch).stopping = stopping
+    def end(batch, then=lambda: None, stopping=False, overdue=False):
+        run.at(batch).stopping, run.overdue = stopping, overdue
         early.before(lambda: saved.append(f"saves {batch}"))
         saved.append("acts")
         then()
@@ -132,6 +133,36 @@ def test_it_is_saved_again_where_a_state_has_changed(monkeypatch):
     assert end(7, stopping=True) == ["holds", "saves 7", "acts", "flushes", "copies"]
     assert end(8) == ["acts"]  # the end, after which a run is not evaluated again
     assert looked == [2, 4, 6, 7]  # at all weights, for which the host waits
+
+
+def test_one_is_also_saved_when_the_newest_is_too_old(monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(early_save.time, "monotonic", lambda: now)
+    run, end = run_of(Changes(), [], every="4ba", minutes=2)
+    saves = ["holds", "saves", "acts", "flushes", "copies"]
+    assert run.save_from == float("inf")
+    assert end(1) == ["acts"] and run.save_from == 1120.0  # from the first batch on
+    now = 1130.0
+    assert end(2, overdue=True) == [line.replace("saves", "saves 2") for line in saves]
+    assert not run.overdue and run.save_from == 1250.0  # Composer asks again if an epoch ends here
+    now = 1140.0
+    run.nonfinite = 1
+    assert end(3, overdue=True) == ["acts"] and run.overdue and run.save_from == 1250.0
+    run.nonfinite = 0
+    assert end(4) == [line.replace("saves", "saves 4") for line in saves] and run.save_from == 1260.0
+
+
+@pytest.mark.parametrize("engine", ["composer", "lightning"])
+def test_the_time_between_checkpoints_is_limited(quick_recipe, tmp_path, engine):
+    """Here each batch but the first, from which the time counts, is longer than the limit."""
+    recipe = quick_recipe(tmp_path, *SHORT, "checkpoints={every: null, minutes: 1e-9}")
+    whole = record(engine, recipe)
+    saved = {int(re.search(r"-ba(\d+)", path.name)[1]): path for path in (tmp_path / "checkpoints").glob("ep*")}
+    assert sorted(saved) == [2, 3, 4, 5, 6]
+    again = quick_recipe(tmp_path / "rest", *SHORT, f"checkpoints={{minutes: 1e-9, load_path: {saved[4]}}}")
+    rest = record(engine, again)
+    assert len(rest.losses) == 2
+    assert_bit_equal(rest, whole)
 
 
 def test_what_is_not_finite_is_not_saved_early():

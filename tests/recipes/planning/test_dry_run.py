@@ -80,7 +80,8 @@ def test_stable_diffusion_2(monkeypatch, tmp_path):
         "between 8 replicas: each device sends 6.1 GB per step, all in 32-bit",
         "run: 550,000 steps, 1,126,400,000 samples",
         "validation val: 55 times, every 10000ba",
-        "checkpoints: 55 times, every 10000ba, about 10.4 GB each, 3 kept (31.2 GB), in runs/sd2_base/checkpoints",
+        "checkpoints: 55 times, every 10000ba, and after 60 minutes without one, about 10.4 GB each, 3 kept (31.2 GB), "
+        "in runs/sd2_base/checkpoints",
         "callbacks.sample_grid: 55 times, every 10000ba, a grid of 8 images, in runs/sd2_base/samples",
         "callbacks.export: 55 times, every 10000ba, 3.5 GB of weights, in runs/sd2_base/export",
         f"missing: data.streams.train.path: `runs/sd2/latents_256/train` does not exist (looked in {tmp_path})",
@@ -305,7 +306,7 @@ def test_tokens_are_held_against_the_model(token_sets, tmp_path):
 def test_epochs_without_a_manifest():
     lines = dry("sd2_base.yaml", *SMALL, "training.duration=2ep", "checkpoints.keep=-1")
     assert "run: 2ep; the number of steps depends on data that is not on this machine or has no manifest" in lines
-    assert any(line.startswith("checkpoints: every 10000ba, about ") for line in lines)
+    assert any(line.startswith("checkpoints: every 10000ba, and after 60 minutes without one, ") for line in lines)
     lines = dry("sd2_base.yaml", *SHORT, "training.duration=2ep", "data.epoch_size=4096")
     assert "run: 4 steps, 8,192 samples, 2.00 epochs of 2 steps" in lines
 

@@ -49,6 +49,18 @@ def one_ranks_signal(folder):
     stop._caught = None
 
 
+def one_ranks_clock(folder):
+    """A checkpoint is overdue by the second rank's clock only: both save one after the same batch."""
+    task = nn.Linear(2, 2)
+    run = FakeRun(task, optimizer=torch.optim.AdamW(task.parameters()))
+    levers = Levers([], first=[Guard(3, str(folder))])
+    for batch in (1, 2, 3):
+        run.save_from = 0.0 if batch == 2 and dist.get_rank() else float("inf")
+        levers.call("batch_start", run)
+        levers.finish_gradients(run)
+        assert run.overdue == (batch == 2) and not run.stopping
+
+
 def one_ranks_shard(folder):
     """A weight that is not finite in the second rank's shard is known to both, and norms are of whole blocks."""
     torch.manual_seed(0)
@@ -93,6 +105,7 @@ CHECKS = {
     "guard: a report": a_report,
     "guard: gradients of one rank": one_ranks_gradients,
     "guard: a signal to one rank": one_ranks_signal,
+    "guard: the clock of one rank": one_ranks_clock,
     "guard: a shard of one rank": one_ranks_shard,
     "guard: a folder of both ranks": a_folder_of_both,
 }

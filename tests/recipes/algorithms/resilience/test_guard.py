@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -258,6 +259,18 @@ def test_a_signal_is_seen_at_the_next_batch(tmp_path, monkeypatch):
     monkeypatch.setattr(stop, "_caught", "SIGTERM")
     step(run, levers, 2)
     assert run.stopping
+
+
+def test_an_overdue_checkpoint_is_asked_for_until_it_is_saved(tmp_path, monkeypatch):
+    run, levers = new_run(tmp_path)
+    for batch, save_from, overdue in ((1, math.inf, False), (2, time.monotonic() - 1, True), (3, math.inf, False)):
+        run.save_from = save_from
+        step(run, levers, batch)
+        assert run.overdue == overdue and not run.stopping
+    run.save_from = 0.0
+    monkeypatch.setattr(stop, "_caught", "SIGTERM")
+    step(run, levers, 4)
+    assert run.stopping  # which saves one as well
 
 
 @pytest.mark.slow
