@@ -195,8 +195,9 @@ class CheckpointFiles:
             mine = [old for old in self.kind.all(self.folder) if batch_of(old.name) <= batch]
             for old in mine[: -self.keep]:
                 # The next start removes what a kill in the middle leaves under this name.
-                remove(old.rename(old.with_name(PARTIAL + old.name)))
-                remove(record_with(self.folder.parent, old))
+                partial = old.rename(old.with_name(PARTIAL + old.name))
+                remove(record_with(self.folder.parent, old))  # first, as the rest may take long
+                remove(partial)
 
 
 def end_if_asked(run: Run, save: Callable[[], None] | None) -> None:
