@@ -43,6 +43,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def read_captions(options: argparse.Namespace) -> list[str]:
     """The captions of the command line and of the file."""
     captions = list(options.prompts)
+    for caption in captions:
+        try:
+            caption.encode()
+        except UnicodeEncodeError:  # of the surrogates that Python makes of bytes that are not UTF-8
+            fail([f"--prompts: {caption!r:.60} is not UTF-8 text; the terminal or the script has another encoding"])
     if options.prompts_file is not None:
         try:
             lines = options.prompts_file.read_text(encoding="utf-8-sig").split("\n")

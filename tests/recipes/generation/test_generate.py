@@ -65,6 +65,15 @@ def test_only_line_feeds_end_a_caption_of_a_file(tmp_path):
     assert read_captions(options) == ["a red\u2028dot", "a\x0cblue\x85star", "last"]
 
 
+def test_a_caption_of_other_bytes_is_refused(capsys):
+    """Python makes lone surrogates of the bytes of arguments that are not UTF-8. No vocabulary takes them."""
+    with pytest.raises(SystemExit) as ended:
+        read_captions(parse(["export", "--prompts", "red heart", b"caf\xe9".decode("utf-8", "surrogateescape")]))
+    assert ended.value.code == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and r"error: --prompts: 'caf\udce9' is not UTF-8 text" in said[0]
+
+
 def test_several_pictures_a_caption(tmp_path, export):
     assert make(tmp_path, export, "--each", "2", "--columns", "6").shape[1] == 6 * (128 + 6) + 6
 
