@@ -217,6 +217,8 @@ def export_folder(
             if loading.null_text is not None:
                 np.save(new / NULL_TEXT, loading.null_text.numpy())
             record = {**record, "resolution": loading.resolution}
+            if loading.images is not None:
+                record["images"] = loading.images
             for file, place in encoder_files(loading.manifest, bundle):
                 (new / place).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(file, new / place)

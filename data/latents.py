@@ -104,6 +104,7 @@ def latents(
         open_loader(dataset, placement, workers, drop_last),
         on_device,
         samples=int(dataset.epoch_size),
+        images=int(dataset.num_samples),
         manifest=manifest,
         resolution=resolution,
         null_text=null_text,

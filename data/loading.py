@@ -79,7 +79,8 @@ class Loading:
         on_device: applied to each (micro)batch after it was moved to the device. Entries that the loader did not make,
             such as means over the whole batch (`recipes.training.microbatches`), stay as they are.
         samples: number of samples per epoch, over all ranks; None if the stream has no end.
-        manifest: what encoded the samples; None if they are not encoded.
+        images: number of images in all encoded sets; None if they are not encoded, or it is not known.
+        manifest: what encoded the samples, of the first set; None if they are not encoded.
         resolution: side of the images in pixels; None if they are not encoded.
         null_text: (L, D) float16, the embedding of the empty caption; None if text is not encoded.
         vocabulary: file of the vocabulary that captions are encoded with; None if training does not encode them.
@@ -88,6 +89,7 @@ class Loading:
     loader: DataLoader
     on_device: Callable[[Batch], Batch] | None = None
     samples: int | None = None
+    images: int | None = None
     manifest: Manifest | None = None
     resolution: int | None = None
     null_text: Tensor | None = None

@@ -119,6 +119,7 @@ def tokens(
         open_loader(dataset, placement, workers, drop_last),
         widen,
         samples=int(dataset.epoch_size),
+        images=int(dataset.num_samples),
         manifest=manifest,
         resolution=resolution,
         vocabulary=Path(vocabulary),

@@ -42,6 +42,8 @@ def model_card(export: Path, layout: str, out: str, guidance: float | None) -> s
     }
     if "resolution" in record:
         facts["Resolution"] = f"{record['resolution']} pixels"
+    if "images" in record:  # in all sets, of which the manifest is that of the first
+        facts["Training images"] = f"{record['images']:,}"
     if (export / MANIFEST).is_file():
         facts |= _of_manifest(Manifest.read(export))
     lines = ["---"]
@@ -60,7 +62,6 @@ def model_card(export: Path, layout: str, out: str, guidance: float | None) -> s
 def _of_manifest(manifest: Manifest) -> dict[str, Any]:
     """What encoded the training data, and how."""
     facts = {
-        "Training images": f"{manifest.samples:,}",
         "Crop": f"{manifest.crop}, {manifest.crops} per image",
         "Captions": manifest.caption_policy,
         "Normalisation": manifest.normalisation,

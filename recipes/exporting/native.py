@@ -126,10 +126,11 @@ def training_data(
     args = recipe.data.args
     if "streams" not in args:
         return Loading(loader=None), None
+    streams = build(args["streams"])
     texts = "resolution" not in args  # packed ones, of which an export needs the vocabulary only
     needed = VOCABULARY if texts else MANIFEST
     beside = export_of_run if (export_of_run / needed).is_file() else None
-    places = [EncodedSet(str(data), None, {})] if data is not None else [next(iter(build(args["streams"]).values()))]
+    places = [EncodedSet(str(data), None, {})] if data is not None else [next(iter(streams.values()))]
     if data is None and beside is not None:
         places.append(EncodedSet(str(beside), None, {}))
     for place in places:
@@ -146,11 +147,20 @@ def training_data(
     loading = Loading(
         loader=None,
         manifest=manifest,
+        images=manifest.samples if len(streams) == 1 else _images(streams, export_of_run),
         resolution=args["resolution"],
         null_text=place.null_text(manifest.text_shape) if manifest.kind == "latents" else None,
         vocabulary=vocabulary(args["vocabulary"], place) if "vocabulary" in args else None,
     )
     return loading, data or bundle_of(manifest, export_of_run)
+
+
+def _images(streams: dict[str, EncodedSet], export_of_run: Path) -> int | None:
+    """The number of images in several encoded sets, or what the run's own export says; None: neither is there."""
+    try:
+        return sum(encoded.manifest().samples for encoded in streams.values())
+    except (FileNotFoundError, ValueError):
+        return read_record(export_of_run).get("images") if (export_of_run / "export.json").is_file() else None
 
 
 def vocabulary(named: str, place: EncodedSet) -> Path:

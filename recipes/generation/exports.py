@@ -18,7 +18,7 @@ from recipes.models.family import ExportParts, Family
 
 Weights = Literal["ema", "raw"]
 MODELS = Path(__file__).resolve().parents[1] / "models"
-LEAST = {"batches": 0, "samples": 0, "resolution": 1}  # of whole numbers in export.json
+LEAST = {"batches": 0, "samples": 0, "resolution": 1, "images": 0}  # of whole numbers in export.json
 
 
 @functools.cache

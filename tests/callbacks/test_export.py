@@ -280,14 +280,14 @@ def test_no_hidden_folder_is_an_encoder(tmp_path):
 def test_an_export_of_token_data_has_its_vocabulary_and_dvae(tmp_path, task, token_sets):
     vocabulary = token_sets / "vocabulary.json"
     manifest = Manifest.read(token_sets / "train")
-    loading = Loading(loader=None, manifest=manifest, resolution=32, vocabulary=vocabulary)
+    loading = Loading(loader=None, images=7, manifest=manifest, resolution=32, vocabulary=vocabulary)
     folder = tmp_path / "export"
     export(task, loading, folder, {}, complete=True)
     assert Vocabulary.read(folder / "vocabulary.json").size == 280
     assert (folder / "vocabulary.manifest.json").is_file() and not (folder / "null_text.npy").exists()
     images, texts = encoders_of(Manifest.read(folder), folder)
     assert images.codes == 32 and images.id == str(folder / "image_encoder") and texts is None
-    assert json.loads((folder / "export.json").read_text()) == {"resolution": 32}
+    assert json.loads((folder / "export.json").read_text()) == {"resolution": 32, "images": 7}
 
 
 def test_encoders_that_were_trained_again_do_not_replace_the_copies(tmp_path, task, dvae_folder, token_sets):

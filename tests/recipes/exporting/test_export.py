@@ -299,6 +299,23 @@ def test_a_token_model_draws_in_three_lines(token_recipe, tmp_path, capsys):
     assert filecmp.cmp(out / "vocabulary.json", tmp_path / "again" / "vocabulary.json", shallow=False)
 
 
+def test_the_card_counts_the_images_of_all_sets(token_recipe, token_sets, tmp_path):
+    """The manifest of an export is that of the first set."""
+    more, run = tmp_path / "more", tmp_path / "run"
+    shutil.copytree(token_sets / "val", more)
+    path, _ = a_run(token_recipe(run, *AUTOREGRESSIVE, f"data.streams.more={{name: local, path: {more}}}"))
+    counts = [json.loads((token_sets / name / "manifest.json").read_text())["samples"] for name in ("train", "val")]
+    export(path, tmp_path / "out")
+    assert f"| Training images | {sum(counts)} |" in (tmp_path / "out" / "README.md").read_text()
+    # Where a set has gone, the run's own export says it; otherwise nothing is said.
+    shutil.rmtree(more)
+    export(path, tmp_path / "unknown")
+    assert "Training images" not in (tmp_path / "unknown" / "README.md").read_text()
+    shutil.copytree(tmp_path / "out", run / "export")
+    export(path, tmp_path / "known")
+    assert f"| Training images | {sum(counts)} |" in (tmp_path / "known" / "README.md").read_text()
+
+
 def test_other_models_keep_their_own_format(tmp_path, drawings):
     source = [f"data.source.urls={drawings}/train/*.tar", "evals={}", f"output={tmp_path}/run"]
     small = ["model={channels: [8, 16], norm_groups: 4}", "training.device=cpu"]
