@@ -30,10 +30,12 @@ class TextSource:
 
         Raises:
             FileNotFoundError: a pattern that fits no file.
-            ValueError: `shard_mb` below 1, or files that are all excluded.
+            ValueError: no pattern, `shard_mb` below 1, or files that are all excluded.
         """
         if shard_mb < 1:
             raise ValueError(f"source.shard_mb is {shard_mb}: give 1 or more megabytes")
+        if not files:
+            raise ValueError("source.files: empty; give at least one path, such as texts/*.jsonl")
         self.column = column
         found: set[str] = set()
         for pattern in files:

@@ -34,6 +34,8 @@ def test_some_are_left_out(folder):
     assert [one.key for shard in source.shards() for one in source.read(shard)] == ["in/a.txt"]
     with pytest.raises(ValueError, match="exclude leaves out all of them"):
         TextSource(files=["*.md"], exclude=["*"])
+    with pytest.raises(ValueError, match="source.files: empty; give at least one path"):
+        TextSource(files=[])
     with pytest.raises(FileNotFoundError, match=r"source.files: no file \*.rst"):
         TextSource(files=["*.md", "*.rst"])
 
