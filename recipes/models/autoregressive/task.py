@@ -178,7 +178,7 @@ def transformer_of(
 
 
 def load_transformer(folder: Path) -> TokenTransformer:
-    """The network in a folder that `Autoregressive.export` wrote. Only JSON and safetensors are read.
+    """The network in the folder `transformer` or `transformer_ema` of an export. Only JSON and safetensors are read.
 
     Raises:
         FileNotFoundError: a file is missing.

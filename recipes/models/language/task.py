@@ -90,7 +90,7 @@ class Language(TransformerTask):
 
 
 def load_language(folder: Path) -> TextTransformer:
-    """The network in a folder that `Language.export` wrote, without dropout. Only JSON and safetensors are read.
+    """The network in the folder `transformer` of an export, without dropout. Only JSON and safetensors are read.
 
     Raises:
         FileNotFoundError: a file is missing.
