@@ -383,7 +383,8 @@ def test_the_next_export_removes_what_a_killed_one_has_left(exported, tmp_path, 
 
 
 def test_what_cannot_be_exported(small_recipe, tmp_path, clip_folder, capsys, monkeypatch):
-    language = load_config(ROOT / "yamls" / "docs_gpt2.yaml", [], Recipe, [])
+    gone = f"data.streams.docs.path={tmp_path}/none"  # the recipe's own set may be there
+    language = load_config(ROOT / "yamls" / "docs_gpt2.yaml", [gone], Recipe, [])
     with pytest.raises(FileNotFoundError, match="/vocabulary.json: not there; .* or pack.py; or give a folder"):
         training_data(language, {}, tmp_path / "export", None)
     recipe = small_recipe(tmp_path / "run")
