@@ -46,12 +46,10 @@ def model_card(export: Path, layout: str, out: str, guidance: float | None) -> s
         facts["Training images"] = f"{record['images']:,}"
     if (export / MANIFEST).is_file():
         facts |= _of_manifest(Manifest.read(export))
-    lines = ["---"]
-    if layout == "diffusers":
-        lines += ["library_name: diffusers"]
-    if guidance is not None:
-        lines += ["pipeline_tag: text-to-image"]
-    lines += ["---", "", f"# {record['run_name']}", ""]
+    metadata = ["library_name: diffusers"] if layout == "diffusers" else []
+    metadata += ["pipeline_tag: text-to-image"] if guidance is not None else []
+    lines = ["---", *metadata, "---", ""] if metadata else []
+    lines += [f"# {record['run_name']}", ""]
     if guidance is not None:
         snippet = SNIPPETS[layout].format(folder=out, guidance=guidance)
         lines += ["```python", snippet.rstrip(), "```", ""]
