@@ -6,7 +6,7 @@ import re
 import struct
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from tensorboard.compat.proto.event_pb2 import Event
 
 FILE = re.compile(r"events\.out\.tfevents\.(\d+)\.(.+)\.(\d+)\.(\d+)")  # time, host, process, number in the process
+SAMPLES = "time/sample"  # the figure that counts samples, which both engines log with every batch
 COPIES = "hparams/"  # figures that Composer writes a second time, as results of the hyperparameters
 
 
@@ -34,15 +35,20 @@ class Curve:
 
 
 def read_curves(folder: Path) -> dict[str, Curve]:
-    """The figures by name in the TensorBoard files below a folder; empty if there are none."""
+    """The figures by name in the TensorBoard files below a folder; empty if there are none.
+
+    A start that repeats batches, or that begins the run anew, takes back all figures that earlier starts logged after
+    the batch at which it begins, also those that it has not come to itself.
+    """
     # (seconds, batch, value), one after the other: as tuples, those of a run of weeks would take 10 GB.
     logged: dict[str, array] = defaultdict(lambda: array("d"))
     begun = end = 0.0  # seconds of training before the present start of the run, and up to the last figure
     last: tuple[str, str, int] | None = None
+    counted = False  # whether the present start has logged a batch
     for file in sorted(filter(FILE.search, map(str, folder.rglob("events.out.tfevents.*"))), key=_order):
         _, host, process, number = FILE.search(file).groups()
         if last is None or last[:2] != (host, process) or int(number) <= last[2]:
-            begun, first = end, None
+            begun, first, counted = end, None, False
         last = host, process, int(number)
         for event in _events(Path(file)):
             for value in event.summary.value:
@@ -51,7 +57,19 @@ def read_curves(folder: Path) -> dict[str, Curve]:
                     seconds = begun + max(0.0, event.wall_time - first)
                     end = max(end, seconds)
                     logged[value.tag].extend((seconds, event.step, value.simple_value))
-    return {name: _curve(np.frombuffer(logged.pop(name)).reshape(-1, 3)) for name in sorted(logged)}
+                    if value.tag == SAMPLES and not counted:
+                        counted = True
+                        _take_back(logged.values(), event.step)
+    names = sorted(name for name, rows in logged.items() if rows)
+    return {name: _curve(np.frombuffer(logged.pop(name)).reshape(-1, 3)) for name in names}
+
+
+def _take_back(logged: Iterable[array], batch: int) -> None:
+    """Remove what was logged last and is of later batches. Validation after a batch is logged with the number that the
+    next batch is logged with, so what is of the same number stays."""
+    for rows in logged:
+        while rows and rows[-2] > batch:
+            del rows[-3:]
 
 
 def _order(file: str) -> tuple[int, int]:

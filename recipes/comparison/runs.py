@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from recipes.comparison.events import Curve, read_curves
+from recipes.comparison.events import SAMPLES, Curve, read_curves
 from recipes.comparison.pictures import Picture, read_pictures
 from recipes.config.differences import differences, value_at
 from recipes.config.reading import read_values
@@ -17,7 +17,6 @@ from recipes.config.recipe import Recipe, load_config
 from recipes.config.values import ConfigError, yaml_line
 
 CONFIG = "config.yaml"  # the resolved config, which a run writes into its folder
-SAMPLES = "time/sample"  # the figure that counts samples, which both engines log with every batch
 NAMES = ("run_name", "output")  # keys that differ between any two runs
 
 
@@ -90,7 +89,9 @@ def read_runs(folders: list[Path], most: int, side: int) -> list[Run]:
         curves = read_curves(folder / "tensorboard")
         if not curves:
             raise ValueError(f"{folder}: no figures in {folder / 'tensorboard'}; train with the logger tensorboard")
-        runs.append(Run(label, recipe, curves, read_pictures(folder, config, most, side)))
+        counted = [curves[SAMPLES]] if SAMPLES in curves else curves.values()
+        end = max(map(_last, counted)) + 1  # a batch is logged with the number of batches before it
+        runs.append(Run(label, recipe, curves, read_pictures(folder, config, most, side, end)))
     return runs
 
 

@@ -35,6 +35,25 @@ def test_a_resumed_run_is_one_curve(tmp_path, monkeypatch):
     assert (3600 * curve.hours).tolist() == pytest.approx(seconds)
 
 
+def test_a_start_takes_back_what_it_has_not_come_to_again(tmp_path, monkeypatch):
+    """The first process validates after batches 4 and 8 and is killed; the second goes on from the checkpoint of batch
+    4 and is killed before it validates; the third begins anew."""
+
+    def trained(first, last, start):
+        return [(start + batch, batch, {"loss": 1.0, "time/sample": 8.0 * batch}) for batch in range(first, last)]
+
+    validated = [(1004.0, 4, {"val": 0.5}), (1008.0, 8, {"val": 0.4})]
+    log(tmp_path, [*trained(0, 4, 1000.0), validated[0], *trained(4, 8, 1000.0), validated[1], *trained(8, 9, 1000.0)])
+    monkeypatch.setattr("os.getpid", lambda: 1)
+    log(tmp_path, trained(4, 6, 2000.0))
+    curves = read_curves(tmp_path)
+    assert curves["loss"].batches.tolist() == [0, 1, 2, 3, 4, 5] and curves["val"].batches.tolist() == [4]
+    monkeypatch.setattr("os.getpid", lambda: 2)
+    log(tmp_path, trained(0, 2, 3000.0))
+    curves = read_curves(tmp_path)
+    assert curves["loss"].batches.tolist() == [0, 1] and "val" not in curves
+
+
 def test_a_clock_that_goes_back_costs_no_figures(tmp_path, monkeypatch):
     """It is set back by 25 s after batch 5; the next start is on a machine whose clock is 10 minutes behind."""
     log(tmp_path, [*rows(1, 5, 1000.0), *rows(6, 7, 1025.0)])

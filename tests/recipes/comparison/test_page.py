@@ -120,6 +120,12 @@ def test_pictures_of_a_prompt_through_training(page, folders):
     assert [p.batch for p in run.pictures[PROMPTS[0]]] == [8] and run.pictures[PROMPTS[0]][0].size == (8, 8)
 
 
+def test_pictures_of_lost_batches_are_left_out(tmp_path):
+    """The folder also has the grids of a longer run, in whose place this one was begun anew."""
+    (run,) = read_runs([made_run(tmp_path / "run", grids=(4, 8, 10, 12))], 12, 32)
+    assert {tuple(picture.batch for picture in pictures) for pictures in run.pictures.values()} == {(4, 8)}
+
+
 def test_one_run_and_one_of_another_version(folders, tmp_path, capsys):
     out = tmp_path / "one.html"
     compare.main([str(folders[0]), "--out", str(out)])
