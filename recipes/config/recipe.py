@@ -54,8 +54,14 @@ class FSDP:
         """The number of replicas among `world` devices, `machine` of which are in each machine.
 
         Raises:
-            ValueError: it does not divide the number of devices, or of tensor parallel groups.
+            ValueError: it does not divide the number of devices, or of tensor parallel groups, or the devices are not
+                those of whole machines.
         """
+        if self.replicas == "machines" and world % machine:
+            raise ValueError(
+                f"training.fsdp.replicas: machines needs whole machines; {world} devices (WORLD_SIZE) are not a "
+                f"multiple of {machine} in each machine (LOCAL_WORLD_SIZE)"
+            )
         replicas = world // machine if self.replicas == "machines" else self.replicas
         if world % (replicas * tensor_parallel):
             of = "" if tensor_parallel == 1 else f" in groups of {tensor_parallel}"

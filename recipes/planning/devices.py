@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 
 from recipes.config.recipe import Training
@@ -50,10 +51,15 @@ class Devices:
         LOCAL_WORLD_SIZE are in each machine (default: all).
 
         Raises:
-            ValueError: see `of`.
+            ValueError: a variable is not a number of devices, or a machine has more than all; or see `of`.
         """
-        world = int(os.environ.get("WORLD_SIZE", training.tensor_parallel))
-        return cls.of(training, world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+        world = _devices_in("WORLD_SIZE", training.tensor_parallel)
+        machine = _devices_in("LOCAL_WORLD_SIZE", world)
+        if machine > world:
+            raise ValueError(
+                f"LOCAL_WORLD_SIZE: {machine} devices of each machine are more than all {world} (WORLD_SIZE)"
+            )
+        return cls.of(training, world, machine)
 
     def check_groups(self, training: Training) -> None:
         """Whether something averages the gradients of tensor parallel groups.
@@ -66,3 +72,11 @@ class Devices:
                 f"training.tensor_parallel: {self.tensor} leaves {self.replicas} groups of devices, between which only "
                 "FSDP averages gradients; set training.fsdp={}"
             )
+
+
+def _devices_in(variable: str, default: int) -> int:
+    """The number of devices in a variable of the environment. Raises ValueError where it is none."""
+    text = os.environ.get(variable) or str(default)
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
+        raise ValueError(f"{variable}: {text!r} is not a number of devices; set it to 1 or more, or unset it")
+    return int(text)

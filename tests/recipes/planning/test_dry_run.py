@@ -12,9 +12,10 @@ from data.cost import Epoch, Plan, size_text
 from data.manifest import Manifest
 from recipes.config.build import build, build_on_meta
 from recipes.config.components import COMPONENTS
-from recipes.config.recipe import Recipe, load_config
+from recipes.config.recipe import FSDP, Recipe, Training, load_config
 from recipes.config.schema import Checker
 from recipes.planning.costs import cost_of
+from recipes.planning.devices import Devices
 from recipes.planning.dry_run import describe_run, survey
 from recipes.planning.length import Length, length_of
 from recipes.training.clock import Clock, Interval
@@ -352,6 +353,23 @@ def test_a_batch_that_does_not_divide(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ValueError, match="training.global_batch: 2048 does not divide over 3 devices"):
         dry("sd2_base.yaml", *SMALL)
+
+
+@pytest.mark.parametrize(
+    ("world", "machine", "message"),
+    [
+        ("4", "8", "^LOCAL_WORLD_SIZE: 8 devices of each machine are more than all 4"),
+        ("0", "1", "^WORLD_SIZE: '0' is not a number of devices"),
+        ("x", "1", "^WORLD_SIZE: 'x' is not a number of devices"),
+        ("16", "-8", "^LOCAL_WORLD_SIZE: '-8' is not a number of devices"),
+        ("20", "8", "^training.fsdp.replicas: machines needs whole machines; 20 devices .* not a multiple of 8"),
+    ],
+)
+def test_devices_that_no_launcher_would_start(monkeypatch, world, machine, message):
+    monkeypatch.setenv("WORLD_SIZE", world)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", machine)
+    with pytest.raises(ValueError, match=message):
+        Devices.of_environment(Training(duration="1ba", global_batch=240, fsdp=FSDP(replicas="machines")))
 
 
 @pytest.mark.parametrize(
