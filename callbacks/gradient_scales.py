@@ -74,6 +74,8 @@ class GradientScales(PeriodicCallback):
     For runs with resblock_grad_scaling. A long run is stored in at most 1,024 rows, each of several updates.
     """
 
+    alone = True
+
     def __init__(self, output: str, scaling: ResblockGradScaling | None, *, every: Duration | None = None) -> None:
         """
         Args:

@@ -29,6 +29,8 @@ class Reconstructions(PeriodicCallback):
     The weights are the averaged ones if the run has an average.
     """
 
+    alone = True
+
     def __init__(
         self,
         task: Task,

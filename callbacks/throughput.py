@@ -38,6 +38,8 @@ class Throughput(Callback):
     for nothing else.
     """
 
+    alone = True
+
     def __init__(
         self,
         task: Task,

@@ -132,6 +132,18 @@ def test_tensors_that_the_first_rank_would_not_send(monkeypatch):
             ["callbacks.x={name: sample_grid, prompts: [a]}"],
             "callbacks: sample_grid and x are both sample_grid, .*; remove one of them",
         ),
+        ("openmoji_vae", ["callbacks.x={name: reconstructions}"], "reconstructions and x are both reconstructions"),
+        ("openmoji_diffusion", ["callbacks.x={name: throughput}"], "throughput and x are both throughput"),
+        (
+            "openmoji_dalle",
+            [
+                "algorithms.x={name: resblock_grad_scaling}",
+                "training.precision=fp32",
+                "callbacks.x={name: gradient_scales}",
+                "callbacks.y={name: gradient_scales, every: 1ba}",
+            ],
+            "x and y are both gradient_scales",
+        ),
         ("openmoji_diffusion", ["callbacks.x={name: sample_grid, prompts: [a], steps: 0}"], "steps: 0; give 1 or more"),
         ("openmoji_diffusion", ["callbacks.x={name: sample_grid, prompts: [a], batch: 0}"], "batch: 0; give 1 or more"),
         (
