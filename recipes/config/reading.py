@@ -26,13 +26,23 @@ MAX_VALUES = 100_000  # of a YAML, once its aliases are replaced by what they st
 OmegaConf.clear_resolver("oc.env")
 
 
-def read_values(path: str | Path, overrides: list[str]) -> dict[str, Any]:
+def read_values(path: str | Path, overrides: list[str], labels: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The values of a YAML with its base and overrides, interpolations resolved, before they are checked.
+
+    Args:
+        path: the YAML.
+        overrides: texts of the form `key.sub=value`.
+        labels: for keys whose values have labels, the labels that hold where the YAML has no such key. An override of
+            one label, such as `loggers.wandb={...}`, adds to them.
 
     Raises:
         ConfigError: a file that is not a YAML of keys and values, or an interpolation that cannot be resolved.
     """
-    values = _merged(_read(Path(path)), _parse(overrides))
+    values = _read(Path(path))
+    for key, default in (labels or {}).items():
+        if key not in values and any(override.startswith(f"{key}.") for override in overrides):
+            values = {**values, key: default}
+    values = _merged(values, _parse(overrides))
     try:
         return OmegaConf.to_container(OmegaConf.create(values), resolve=True)
     except (OmegaConfBaseException, RecursionError) as error:

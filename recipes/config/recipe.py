@@ -288,7 +288,8 @@ class Recipe:
     callbacks: dict[str, Annotated[Any, "callback"]] = field(default_factory=dict)
     """Sample grids, exports, statistics and other observers of the run, by label."""
     loggers: dict[str, Annotated[Any, "logger"]] = field(default_factory=_tensorboard)
-    """Where metrics and images are logged, by label."""
+    """Where metrics and images are logged, by label. A YAML file that has this key replaces the default, so name
+    tensorboard there too; `loggers.LABEL=...` on the command line adds to it."""
 
     def __post_init__(self) -> None:
         _require(
@@ -326,7 +327,7 @@ def load_config(path: str | Path, overrides: list[str], cls: type[Config], missi
     Raises:
         ConfigError: all mistakes, one line each.
     """
-    values = read_values(path, overrides)
+    values = read_values(path, overrides, {"loggers": plain_values(_tensorboard())} if cls is Recipe else None)
     others = sorted(map(str, values.keys() - {own.name for own in fields(cls)}))
     if len(others) > 1 and 2 * len(others) > len(values):  # instead of a line for each
         raise ConfigError(

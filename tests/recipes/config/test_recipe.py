@@ -206,6 +206,17 @@ def test_null_removes_and_a_new_label_adds(small):
     assert list(small().loggers) == ["tensorboard"]
 
 
+def test_a_new_logger_is_added_to_the_default_one(small, tmp_path):
+    added = small("loggers.ml={name: mlflow, experiment: a}").loggers
+    assert list(added) == ["tensorboard", "ml"] and added["tensorboard"] == small().loggers["tensorboard"]
+    assert small("loggers.tensorboard.flush_every=5").loggers["tensorboard"].args == {"flush_every": 5}
+    assert list(small("loggers={ml: {name: mlflow, experiment: a}}").loggers) == ["ml"]
+    assert small("loggers={}").loggers == {}
+    (tmp_path / "second.yaml").write_text("base: small.yaml\nloggers: {ml: {name: mlflow, experiment: a}}")
+    assert list(small(file="second.yaml").loggers) == ["ml"]
+    assert list(small("loggers.ml.experiment=b", file="second.yaml").loggers) == ["ml"]
+
+
 def test_what_no_label_is_similar_to_may_be_removed(small, tmp_path):
     assert set(small("callbacks.sample_grid=null").callbacks) == {"progress", "export"}
     (tmp_path / "second.yaml").write_text("base: small.yaml\ncallbacks: {exports: null}")
