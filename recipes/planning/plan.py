@@ -82,8 +82,10 @@ class Planner:
         samples = self.recipe.training.global_batch
         length = self.recipe.training.duration if self.steps is None else f"{self.steps:,} steps"
         lines = [f"{self.recipe.run_name}: {parameters:,} parameters, {samples:,} samples per step, {length}"]
-        stored = self.costs.checkpoint_bytes(parameters), self.sample_bytes
-        lines.append("stored: {} per checkpoint, {} per sample".format(*map(size_text, stored)))
+        size, averaged = self.costs.checkpoint_bytes(parameters), self.costs.averaged_bytes
+        late = f", {size_text(size + averaged)} with the average" if averaged else ""
+        sample = size_text(self.sample_bytes) if self.sample_bytes >= 1e5 else f"{self.sample_bytes / 1e3:,.1f} kB"
+        lines.append(f"stored: {size_text(size)} per checkpoint{late}, {sample} per sample")
         for cluster in clusters:
             lines += ["", *self._lines(cluster, price)]
         return "\n".join(lines)
@@ -142,8 +144,9 @@ class Planner:
         yield f"  rate    {rate:,.0f} samples/s, {rate / cluster.world:,.1f} per GPU, {read}"
         if self.steps is not None:
             hours = self.steps * time.total / 3600
-            cost = "" if price is None else f", {price * hours * cluster.world:,.0f} at {price:g} per GPU-hour"
-            yield f"  run     {hours:,.1f} hours, {hours * cluster.world:,.0f} GPU-hours{cost}"
+            all_hours = hours * cluster.world
+            cost = "" if price is None else f", {_figure(price * all_hours, 0)} at {price:g} per GPU-hour"
+            yield f"  run     {_figure(hours, 1)} hours, {_figure(all_hours, 0)} GPU-hours{cost}"
 
     def _other(self, way: str, own: list[Setting], cluster: Cluster) -> str:
         chosen = best_of(own, cluster.device)
@@ -160,3 +163,8 @@ class Planner:
             gain = 1 - following.time.total / chosen.time.total
             return f"{text}; microbatch {following.microbatch} would gain {gain:.1%}"
         return text
+
+
+def _figure(value: float, places: int) -> str:
+    """A number with so many decimal places; one below 1, of a short run, with two digits."""
+    return f"{value:.2g}" if 0 < value < 1 else f"{value:,.{places}f}"

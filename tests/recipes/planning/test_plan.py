@@ -278,6 +278,21 @@ def test_the_report(capsys, monkeypatch):
         assert f"\n  {division}, microbatch" in text
 
 
+def test_what_a_short_run_of_a_small_model_takes(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small = ["model.denoiser.width=32", "model.denoiser.layers=1", "training.precision=fp32"]
+    main([str(ROOT / "yamls" / "openmoji_diffusion.yaml"), *small, "--gpu", "h200", "--gpus", "1", "--price", "2"])
+    text = capsys.readouterr().out
+    count, whole = (int(number.replace(",", "")) for number in re.findall(r"([\d,]+) (?:parameters|steps)", text))
+    sizes = re.search(r"stored: ([\d.]+) MB per checkpoint, ([\d.]+) MB with the average, ([\d.]+) kB per", text)
+    assert [float(size) for size in sizes.groups()[:2]] == [round(12e-6 * count, 1), round(16e-6 * count, 1)]
+    assert float(sizes[3]) > 1
+    step = float(re.search(r"step +([\d.]+) s", text)[1])
+    hours, gpu_hours, cost = map(float, re.search(r"run +(\S+) hours, (\S+) GPU-hours, (\S+) at 2", text).groups())
+    assert hours == gpu_hours == pytest.approx(whole * step / 3600, rel=0.15)
+    assert cost == pytest.approx(2 * hours, rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("yaml", "changes", "tera_flops"),
     [
