@@ -337,7 +337,11 @@ def test_a_signature_is_in_no_message_and_no_list_of_rejected_samples(tmp_path, 
     assert "secret" not in f"{raised.value}{caplog.text}"
 
 
-@pytest.mark.parametrize("answer", [b"<!DOCTYPE html><title>Log in</title>" * 40, b"", gzip.compress(b"<html>" * 400)])
+@pytest.mark.parametrize(
+    "answer",
+    [b"<!DOCTYPE html><title>Log in</title>" * 40, b"", gzip.compress(b"<html>" * 400)],
+    ids=["page", "empty", "compressed"],
+)
 def test_an_answer_that_is_no_tar_is_not_a_damaged_tar(answer, monkeypatch):
     """A damaged tar counts as done, and the job would never ask for it again."""
     monkeypatch.setattr(tars, "fetch", lambda address, path, timeout: path.write_bytes(answer))
