@@ -18,7 +18,7 @@ from recipes.planning.gpus import DEVICES
 from recipes.planning.length import length_of
 from recipes.planning.levers import apply_levers
 from recipes.planning.pass_memory import Passes, passes_of
-from recipes.planning.settings import best_of, runs_of, settings_of
+from recipes.planning.settings import best_of, check_averages, runs_of, settings_of
 from recipes.planning.tensor_parallel import keep_part
 from recipes.planning.trace import NUMBERS, Traces, traces_of
 
@@ -110,6 +110,10 @@ class Planner:
         lines = [f"{title}: {best}", *self._details(best, cluster, price)]
         for way in dict.fromkeys(setting.way for setting in settings):
             lines.append("  " + self._other(way, [setting for setting in settings if setting.way == way], cluster))
+        try:
+            check_averages(self.recipe, cluster.world)
+        except ValueError as error:  # it may be the fastest way
+            lines.append(f"  DDP: left out: {error}")
         return lines
 
     def _more(self, cluster: Cluster) -> int | None:

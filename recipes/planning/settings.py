@@ -82,7 +82,7 @@ def runs_of(
                 check_sharding(divided, task)
                 costs = costs_of(divided, plan_of(divided, task, devices))
                 _check_one_graph(divided, task, costs)
-                _check_averages(divided, devices)
+                check_averages(divided, devices.replicas)
             except ValueError:
                 continue
             # What FSDP would not divide is DDP, and what it divides within one machine only is FULL_SHARD.
@@ -120,11 +120,13 @@ def _check_one_graph(recipe: Recipe, task: Task, costs: Costs) -> None:
         Compile(task, **lever.args).check_units(units_of(task, by_block=fsdp.wrap == "blocks", parameters=low))
 
 
-def _check_averages(recipe: Recipe, devices: Devices) -> None:
+def check_averages(recipe: Recipe, replicas: int) -> None:
     """Raises ValueError where nothing would average the gradients of graphs; see `CudaGraphs.check_levers`."""
     averaged = any(lever.name == "block_all_reduce" for lever in recipe.algorithms.values())
-    if captured(recipe.algorithms) and devices.replicas > 1 and not averaged:
-        raise ValueError("cuda_graphs: without block_all_reduce")
+    if captured(recipe.algorithms) and replicas > 1 and not averaged:
+        raise ValueError(
+            "cuda_graphs works with DDP only if there is algorithms.averages={name: block_all_reduce}, too"
+        )
 
 
 def _raise_indivisible(recipe: Recipe, cluster: Cluster) -> None:

@@ -387,8 +387,11 @@ def test_cuda_graphs_need_whole_copies_that_are_averaged_by_block(planner):
     assert found["DDP"].time(128, False).host == pytest.approx(CAPTURED * eager + averaging)
     assert {s.recompute for s in settings_of([found["DDP"]])} == {False}
     assert {s.recompute for s in settings_of([found["FULL_SHARD, without CUDA graphs"]])} == {False, True}
-    alone = {run.division for run in compiled(planner, "mode: default", levers[0]).runs(place_of(8))}
-    assert alone == set(found) - {"DDP"}
+    without = compiled(planner, "mode: default", levers[0])
+    assert {run.division for run in without.runs(place_of(8))} == set(found) - {"DDP"}
+    left_out = "DDP: left out: cuda_graphs works with DDP only if there is algorithms.averages={name: block_all_reduce}"
+    assert left_out in without.report([place_of(8)], None)
+    assert left_out not in without.report([place_of(1)], None)
 
 
 def test_gradients_are_averaged_by_block_where_nothing_is_divided(planner):
