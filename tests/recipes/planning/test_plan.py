@@ -10,14 +10,12 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.gpu_run.subjects import register_data
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe, load_config
-from recipes.plan import main, peak_of
 from recipes.planning.batches import blank_batch, sample_bytes
 from recipes.planning.devices import Devices
 from recipes.planning.divided_run import BLOCKS, WORKSPACE, Cluster
-from recipes.planning.gpus import DEVICES, Device, Shares
+from recipes.planning.gpus import Device, Shares
 from recipes.planning.plan import Planner
 from recipes.planning.settings import best_of, settings_of
 from recipes.planning.step_time import (
@@ -255,58 +253,6 @@ def test_a_stored_sample_has_the_published_size():
     assert full.data.args["resolution"] == 256 and sample_bytes(batch) == 2 * (2 * 4 * 32 * 32 + 77 * 1024)
 
 
-def report(capsys, *arguments):
-    main(["yamls/sd2_base.yaml", *SMALL, "data.resolution=64", *arguments])
-    return capsys.readouterr().out
-
-
-def test_the_report(capsys, monkeypatch):
-    """Of a recipe whose data has no streams: its shapes are Stable Diffusion's, and no set is looked for."""
-    register_data()
-    monkeypatch.chdir(ROOT)
-    changes = ["data={name: random_latents, resolution: 64}", "evals.val=null"]
-    text = report(capsys, *changes, "--gpu", "a100-40", "--gpus", "1", "8", "64", "--price", "2")
-    assert "550,000 steps" in text and "0.2 MB per sample" in text
-    for count in ("1 GPU", "8 GPUs", "64 GPUs"):
-        line = rf"^{count} \(NVIDIA A100-SXM4-40GB, 38.7 GB usable of each\): \w+"
-        assert re.search(line, text, re.MULTILINE)
-    runs = re.findall(r"run +([\d.]+) hours (\d+) GPU-hours (\d+) at 2", text.replace(",", ""))
-    for gpus, (hours, gpu_hours, cost) in zip((1, 8, 64), runs, strict=True):
-        assert abs(float(hours) * gpus - int(gpu_hours)) <= gpus / 10 + 1
-        assert abs(int(cost) - 2 * int(gpu_hours)) <= 2
-    for division in ("DDP", "SHARD_GRAD_OP", "FULL_SHARD", "FULL_SHARD within machines"):
-        assert f"\n  {division}, microbatch" in text
-
-
-def test_what_a_short_run_of_a_small_model_takes(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    small = ["model.denoiser.width=32", "model.denoiser.layers=1", "training.precision=fp32"]
-    main([str(ROOT / "yamls" / "openmoji_diffusion.yaml"), *small, "--gpu", "h200", "--gpus", "1", "--price", "2"])
-    text = capsys.readouterr().out
-    count, whole = (int(number.replace(",", "")) for number in re.findall(r"([\d,]+) (?:parameters|steps)", text))
-    sizes = re.search(r"stored: ([\d.]+) MB per checkpoint, ([\d.]+) MB with the average, ([\d.]+) kB per", text)
-    assert [float(size) for size in sizes.groups()[:2]] == [round(12e-6 * count, 1), round(16e-6 * count, 1)]
-    assert float(sizes[3]) > 1
-    step = float(re.search(r"step +([\d.]+) s", text)[1])
-    hours, gpu_hours, cost = map(float, re.search(r"run +(\S+) hours, (\S+) GPU-hours, (\S+) at 2", text).groups())
-    assert hours == gpu_hours == pytest.approx(whole * step / 3600, rel=0.15)
-    assert cost == pytest.approx(2 * hours, rel=0.1)
-
-
-@pytest.mark.parametrize(
-    ("yaml", "changes", "tera_flops"),
-    [
-        ("sd2_base", [], 312),
-        ("dalle_12b", [], 312),
-        ("dalle_12b", ["algorithms.resblock_grad_scaling=null"], 156),
-    ],
-)
-def test_products_are_as_fast_as_in_their_number_format(yaml, changes, tera_flops):
-    """Blocks with gradient scales compute in fp16, though the recipe says fp32."""
-    recipe = load_config(ROOT / "yamls" / f"{yaml}.yaml", changes, Recipe, [])
-    assert peak_of(DEVICES["a100-80"], recipe) == tera_flops * 1e12
-
-
 def test_one_pass_makes_gradients_while_activations_are_freed(planner):
     """Several passes, and DDP, have the gradients of all parameters at their peak."""
     one = {s.microbatch: s.memory for s in planner.settings(Cluster(DEVICE, 1e14, SHARES, 1, 8)) if not s.recompute}
@@ -425,28 +371,6 @@ def test_where_nothing_fits_the_report_says_what_does(planner):
     text = planner.report([Cluster(tiny, 1e14, SHARES, 8, 8)], None)
     assert "nothing fits; the least is FULL_SHARD, microbatch 1, recomputing: " in text
     assert ", which fits on v100-16, " in text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["--gpu", "h2000", "--gpus", "8"], "give v100-16"),
-        (["--gpu", "h200", "--gpus", "7"], "2048 does not divide over 7 devices; the nearest .* divide it: 4 or 8"),
-        (["training.globl_batch=3", "--gpu", "h200", "--gpus", "8"], "global_batch"),
-        (["--gpu", "h100", "--gpus", "8", "0"], "^error: --gpus: 0; give 1 to 1000000$"),
-        (["--gpu", "h100", "--gpus", "1" + "0" * 20], "^error: --gpus: 10*; give 1 to 1000000$"),
-        (["--gpu", "h100", "--gpus", "8", "--machine", "-8"], "^error: --machine: -8; give 1 to 1000000$"),
-        (["--gpu", "h100", "--gpus", "8", "--price", "nan"], "^error: --price: nan; give 0 or more$"),
-        (["--gpu", "h100", "--gpus", "16", "--between", "0"], "^error: --between: 0; give a rate above 0$"),
-    ],
-)
-def test_a_mistake_is_one_line(arguments, line, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    with pytest.raises(SystemExit) as ended:
-        report(capsys, *arguments)
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
-    assert re.search(line, error) and error.count("\n") == 1
 
 
 @pytest.fixture(scope="module")
