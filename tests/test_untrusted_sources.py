@@ -213,7 +213,7 @@ def test_no_program_is_started_for_a_picture(tmp_path, monkeypatch):
     monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_, **__: started.append(1) or blank)
     (tmp_path / "ba1.png").write_bytes(EPS)
     pipeline = SimpleNamespace(network=SimpleNamespace(layout=SimpleNamespace(side=4)), resolution=8)
-    for read in (lambda: TokenPipeline._given(pipeline, tmp_path / "ba1.png", 1), lambda: _grids(tmp_path, 3)):
+    for read in (lambda: TokenPipeline._given(pipeline, tmp_path / "ba1.png", 1), lambda: _grids(tmp_path, 3, 1)):
         with pytest.raises(ValueError, match="not readable as a picture"):
             read()
     assert Filter().decode(Sample("a", EPS, "a dot")).reason == "broken_image" and not started

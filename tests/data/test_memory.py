@@ -113,7 +113,7 @@ def grid(folder):
     grids = folder / next(iter(WHOLE))
     grids.mkdir()
     Image.new("L", (9000, 9000)).save(grids / "ba1.png")
-    return lambda: read_pictures(folder, {}, 1, 64)
+    return lambda: read_pictures(folder, {}, 1, 64, float("inf"))
 
 
 def compressed(folder, workers=0):

@@ -68,7 +68,7 @@ def test_what_a_run_writes(exported):
     assert checkpoints == {"ep1-ba6-rank0.pt", "ep2-ba12-rank0.pt", "ep2-ba14-rank0.pt"}
     assert trainer.state.timestamp.batch == 14 and trainer.state.timestamp.sample == 14 * 8
     done = json.loads((output / "export" / "done.json").read_text())
-    record = {"run_name": "sd2_base", "batches": 14, "samples": 112, "resolution": 16}
+    record = {"run_name": "sd2_base", "batches": 14, "samples": 112, "resolution": 16, "images": 40}
     assert done == record | trainer.state.model.task.export_record()
     assert not [path for path in output.rglob("*") if ".tmp" in path.name]
 
