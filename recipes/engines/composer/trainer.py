@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from data.stores import scheme_of
 from recipes.config.recipe import Recipe
 from recipes.config.values import plain_values
 from recipes.engines.checkpoint_files import CheckpointFiles
-from recipes.engines.composer.adapters import as_algorithms, callbacks_of, run_callback
+from recipes.engines.composer.adapters import RunLevers, as_algorithms, callbacks_of, run_callback
 from recipes.engines.composer.checkpoints import EndIfAsked, SaveEarly, WholeCheckpoints
 from recipes.engines.composer.generators import Generators
 from recipes.engines.composer.intervals import CHECKPOINT, at_intervals
@@ -33,6 +34,7 @@ from recipes.engines.composer.load_planner import LoadPlanner, Sharded
 from recipes.engines.composer.loggers import Destination
 from recipes.engines.composer.model import ComposerTask
 from recipes.engines.composer.run import ComposerRun, clock_of
+from recipes.engines.conversion import OF_COMPOSER
 from recipes.engines.counts import Counts, in_present_batches
 from recipes.engines.data_parallel import data_parallel
 from recipes.engines.fetched_checkpoints import fetched
@@ -47,7 +49,7 @@ from recipes.engines.same_model import saved_in
 from recipes.planning.run_summary import opening
 from recipes.training.callback import is_complete
 from recipes.training.checkpoint_names import KINDS, has_checkpoints
-from recipes.training.hooks import by_names_of_states
+from recipes.training.hooks import Hooks, by_names_of_states
 from recipes.training.microbatches import samples_of, split
 from recipes.training.ranks import by_first_rank, from_first_rank
 
@@ -152,7 +154,6 @@ def own_unpickling(task: torch.nn.Module, optimizer: torch.optim.Optimizer) -> I
         path = os.path.realpath(path)  # Composer links to the file from a temporary folder
         found = upgraded(load_plain(path, lazily=True))
         saved_in(path, found, "composer").check(task, type(optimizer).__name__)
-        found["state"]["callbacks"].setdefault(SaveEarly.__name__, {})  # Composer warns of what earlier versions lacked
         return found
 
     composer_checkpoint._torch_load_with_validation = load
@@ -215,6 +216,7 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts, optimizer: torch.opt
     """Composer's Trainer of a run's parts and the optimizer that they make."""
     # Of an epoch that was complete in the checkpoint.
     warnings.filterwarnings("ignore", message="No batches were trained for global rank")
+    _ignore_states_of_none(parts)
     run = ComposerRun(parts.task, place.precision)
     checkpoints = recipe.checkpoints
     load_path = load_path_of(recipe)
@@ -276,6 +278,16 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts, optimizer: torch.opt
     if trainer.state.timestamp.batch.value:
         log.info(f"checkpoints: goes on from {start or load_path} at batch {trainer.state.timestamp.batch.value}")
     return trainer
+
+
+def _ignore_states_of_none(parts: Parts) -> None:
+    """Ignore Composer's warnings that a checkpoint lacks the states of levers and callbacks that have none: those that
+    the recipe did not have then, and all callbacks of a sharded checkpoint that has been converted to a full one."""
+    named = {**parts.levers.by_names_of_states(), **by_names_of_states(parts.callbacks.items())}
+    without = [name for name, hooks in named.items() if type(hooks).state_dict is Hooks.state_dict]
+    without += [RunLevers.__name__, *(name for name in OF_COMPOSER if name != Generators.__name__)]
+    names = "|".join(map(re.escape, without))
+    warnings.filterwarnings("ignore", message=f"({names}) is not in the state_dict")
 
 
 def load_path_of(recipe: Recipe) -> str | None:

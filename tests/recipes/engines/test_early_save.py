@@ -171,14 +171,21 @@ def test_what_is_not_finite_is_not_saved_early():
     assert end(2) == ["acts"]
 
 
-def test_a_checkpoint_of_a_version_without_it_loads_without_a_warning(quick_recipe, tmp_path):
+def test_a_checkpoint_that_lacks_what_has_no_state_loads_without_a_warning(quick_recipe, tmp_path):
+    """As one of an earlier version, a full one that was a sharded one, or one from before the recipe had a part."""
     whole = record("composer", quick_recipe(tmp_path / "whole", *SHORT))
     path = next(path for path in (tmp_path / "whole" / "checkpoints").iterdir() if "-ba3" in path.name)
     saved = torch.load(path, weights_only=False)
-    del saved["state"]["callbacks"]["SaveEarly"]
+    for name in ("SaveEarly", "Recorder"):
+        del saved["state"]["callbacks"][name]
     torch.save(saved, path)
+    new = [
+        f"checkpoints.load_path={path}",
+        "callbacks.memory_monitor={name: memory_monitor}",
+        "algorithms.activation_checkpointing={name: activation_checkpointing}",
+    ]
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        rest = record("composer", quick_recipe(tmp_path / "rest", *SHORT, f"checkpoints.load_path={path}"))
+        rest = record("composer", quick_recipe(tmp_path / "rest", *SHORT, *new))
     assert not [warning for warning in warned if "is not in the state_dict" in str(warning.message)]
     assert_bit_equal(rest, whole)
