@@ -37,8 +37,8 @@ class WorkingWeights(Lever):
         """Checks that there is something to keep, once the model is sharded."""
         if not any(p.requires_grad and p.dtype == torch.float32 and p.ndim > 1 for p in self.task.parameters()):
             raise ValueError("working_weights: the model trains no 32-bit weight that autocast would copy")
-        reason = "the run is in fp32" if run.precision == "fp32" else None
-        reason = "FSDP gathers weights in 16 bits" if is_sharded(self.task) else reason
+        reason = "FSDP gathers the weights" if is_sharded(self.task) else None
+        reason = "the run is in fp32" if run.precision == "fp32" else reason
         if reason:
             log.info(f"working_weights: not used, {reason}")
         else:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from recipes.algorithms.modules import working_weights
 from recipes.algorithms.modules.working_weights import WorkingWeights
 from recipes.models.task import Task
 from recipes.training.callback import Callback
@@ -71,6 +72,16 @@ def test_weights_are_cast_once_per_batch_and_nothing_else_changes(callbacks):
         assert torch.equal(parameter, theirs[name]), name
     assert torch.is_autocast_cache_enabled() and torch.autocast_increment_nesting() == 1
     torch.autocast_decrement_nesting()
+
+
+@pytest.mark.parametrize(
+    ("precision", "reason"), [("fp32", "the run is in fp32"), ("amp_bf16", "FSDP gathers the weights")]
+)
+def test_where_the_model_is_sharded(precision, reason, monkeypatch, capsys):
+    monkeypatch.setattr(working_weights, "is_sharded", lambda task: True)
+    lever = WorkingWeights(task := Layers())
+    lever.compile(FakeRun(task, precision=precision))
+    assert not lever.used and capsys.readouterr().out == f"working_weights: not used, {reason}\n"
 
 
 def test_where_there_is_nothing_to_keep(capsys):
