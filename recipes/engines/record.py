@@ -257,12 +257,11 @@ def check_encoders(recipe: Recipe, data: Loading, evals: Mapping[str, Loading]) 
             _compare(loading.manifest, data.manifest.encoders(), f"evals.{label}: not encoded as the training data is")
         if loading.vocabulary is not None:
             _compare_vocabularies(f"evals.{label}", loading, own.get(VOCABULARY), "of the training data")
-    if "data" in recipe.checkpoints.allow_changes:
-        return
+    allowed = "data" in recipe.checkpoints.allow_changes
     resumed = recipe.checkpoints.resumes and has_checkpoints(Path(recipe.output))
     if resumed:
         run, record = Path(recipe.output), record_of(recipe)
-    elif recipe.checkpoints.load_path and "://" not in recipe.checkpoints.load_path:
+    elif not allowed and recipe.checkpoints.load_path and "://" not in recipe.checkpoints.load_path:
         checkpoint = Path(recipe.checkpoints.load_path).resolve()
         run = checkpoint.parent.parent
         record = record_with(run, checkpoint, run)
@@ -280,6 +279,8 @@ def check_encoders(recipe: Recipe, data: Loading, evals: Mapping[str, Loading]) 
                 f"data: an epoch of {run} had {samples} samples at its checkpoint and has {data.samples} now. The "
                 "order of samples is drawn anew, so the current epoch repeats some samples and omits others"
             )
+        if allowed:
+            return
         if data.manifest is not None:
             _compare(data.manifest, values, f"data: not encoded as that {of_run}")
         if vocabulary is not None:

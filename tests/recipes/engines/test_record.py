@@ -327,8 +327,9 @@ def test_a_set_that_has_grown_is_warned_of(quick_recipe, tmp_path, capsys):
     # A new run from the weights of another.
     check_encoders(quick_recipe(tmp_path / "new", f"checkpoints.load_path={path}"), now, {})
     assert not capsys.readouterr().out
-    check_encoders(recipe, now, {})
-    assert f"data: an epoch of {run} had 100 samples at its checkpoint and has 120 now." in capsys.readouterr().out
+    for changes in ([], ["checkpoints.allow_changes=[data]"]):
+        check_encoders(quick_recipe(run, "checkpoints.autoresume=true", *changes), now, {})
+        assert f"data: an epoch of {run} had 100 samples at its checkpoint and has 120 now." in capsys.readouterr().out
 
 
 def test_captions_are_encoded_with_one_vocabulary(quick_recipe, tmp_path):
