@@ -67,6 +67,7 @@ class Guard(Lever):
         self._bad = False
         self._flags: HostCopy | None = None  # whether a gradient is not finite, and what ranks ask for
         self._blocks: list[dict[str, Any]] = []
+        self._seeds: Tensor | None = None  # of the samples of the last batch that was not finite
 
     def batch_start(self, run: Run) -> None:
         self._bad = False
@@ -116,6 +117,7 @@ class Guard(Lever):
             run.nonfinite, self._first = 0, None
             return
         run.nonfinite += 1
+        self._seeds = run.batch.get("seed")  # now: at the end of the run, `batch` is the last one of a validation
         self._first = run.clock.batch if self._first is None else self._first
         if run.nonfinite == 1:
             log.warning(f"batch {run.clock.batch}: loss {run.loss}, gradients not finite; its update is skipped")
@@ -136,7 +138,7 @@ class Guard(Lever):
         """Write the report; returns the message."""
         blocks = self._blocks or block_norms(run.task)
         newest = last_written(self.output / "checkpoints")
-        seeds = run.batch["seed"].tolist() if "seed" in run.batch else []
+        seeds = [] if self._seeds is None else self._seeds.tolist()
         keys = self.keys(seeds) if is_first_rank() and seeds else {}
         report = {
             "batch": run.clock.batch,

@@ -182,9 +182,11 @@ def test_a_run_that_ends_so_is_an_error(tmp_path):
     run, levers = new_run(tmp_path)
     step(run, levers, 9)
     step(run, levers, 10, math.nan)
+    run.batch = {"seed": torch.tensor([7])}  # of the validation with which each run ends
     with pytest.raises(ValueError, match="1 batches in a row were not finite, since batch 10 .*checkpoint is none"):
         levers.call("end", run)
-    assert json.loads((tmp_path / REPORT).read_text())["last_good_checkpoint"] is None
+    report = json.loads((tmp_path / REPORT).read_text())
+    assert report["last_good_checkpoint"] is None and report["seeds_of_the_last_batch_on_rank_0"] == [3, 5]
 
 
 def test_under_fp16_gradients_are_left_to_the_scaler(tmp_path):
