@@ -63,6 +63,11 @@ def convert(path: Path, engine: str) -> Path:
     give_back_from_now_on()
     deferred = Deferred()
     with damaged(f"{path}: {NOT_WHOLE}"):
+        if path.is_file() and _is_of(engine, load_plain(path, lazily=True)):
+            raise ValueError(
+                f"{path}: already a full checkpoint of the engine {engine}; nothing is to be converted for a run with "
+                f"training.engine={engine}"
+            )
         if not of_lightning:
             state = from_composer(read_composer(path, deferred))
         elif path.is_dir():
@@ -78,6 +83,16 @@ def convert(path: Path, engine: str) -> Path:
         deferred.save(written, partial)
     point_to(path.parent / kind.link, new)
     return new
+
+
+def _is_of(engine: str, state: Any) -> bool:
+    """Whether a full checkpoint is one of an engine."""
+    match engine, state:
+        case ("lightning", {"format": found}):
+            return found == FORMAT
+        case ("composer", {"state": {"timestamp": _}}):
+            return True
+    return False
 
 
 def read_parts(folder: Path, deferred: Deferred | None = None) -> dict[str, Any]:

@@ -257,7 +257,12 @@ def same(one, other):
 def test_a_conversion_there_and_back_changes_nothing(tmp_path, monkeypatch):
     checkpoints, run, _ = new_checkpoints(tmp_path, Counter(3))
     save_at(checkpoints, run, 6)
-    before = read_file(tmp_path / "checkpoints" / "ep1-ba6.ckpt")
+    path = tmp_path / "checkpoints" / "ep1-ba6.ckpt"
+    with pytest.raises(ValueError, match="ep1-ba6.ckpt: already a full checkpoint of the engine lightning; nothing is"):
+        convert(path, "lightning")
+    with pytest.raises(ValueError, match="ep1-ba6-rank0.pt: already a full checkpoint of the engine composer; nothing"):
+        convert(convert(path, "composer"), "composer")
+    before = read_file(path)
     after = from_composer(to_composer(before))
     assert after.keys() == before.keys()
     assert same(after, before)
@@ -267,7 +272,7 @@ def test_a_conversion_there_and_back_changes_nothing(tmp_path, monkeypatch):
     assert there.name == "ep1-ba6-rank0.pt" and there.with_name("latest-rank0.pt").resolve() == there
     (tmp_path / "checkpoints" / "ep1-ba6.ckpt").unlink()
     back = convert(there.with_name("latest-rank0.pt"), "lightning")
-    assert mapped == [True, True]  # tensors go from file to file, without a copy of all of them in memory
+    assert mapped and all(mapped)  # tensors go from file to file, without a copy of all of them in memory
     assert same(read_file(back), before)
 
 
