@@ -87,6 +87,7 @@ composer -n 8 recipes/train.py yamls/sd2_base.yaml 'callbacks.sample_grid.prompt
 
 - `${training.duration}` inserts the value of another key. Write `\\${` for a literal `${`.
 - A *duration* is a number and a unit: `500ba` batches, `2ep` epochs, `1000sp` samples, `0.25dur` a fraction of the run.
+  Numbers of batches, epochs and samples are whole.
 - An *existing path* is checked before the run starts. Relative paths start in the folder in which the command is run. A
   *hub id* has the form `owner/name`.
 - At its start, a run prints ten lines about its model, data, batch sizes, precision, optimizer, algorithms, length and

@@ -425,7 +425,8 @@ class Checker:
             return value
         if kind == "Duration" and isinstance(value, str):
             if not DURATION.fullmatch(value):
-                self.fail(path, f"{quoted(given)} is not a duration, such as 500ba, 2ep or 0.5dur")
+                units = "a whole number of ba, ep or sp, such as 500ba, or a share of the run, such as 0.5dur"
+                self.fail(path, f"{quoted(given)} is not a duration; give {units}")
             return value
         if kind in ("InputPath", "ModelPath") and isinstance(value, str):
             return self._input(kind, value, path)

@@ -10,6 +10,7 @@ from recipes.config.components import COMPONENTS
 from recipes.config.schema import Checker, nearest, read_section, read_signature, type_text
 from recipes.config.values import Component
 
+UNITS = "give a whole number of ba, ep or sp, such as 500ba, or a share of the run, such as 0.5dur"
 TOYS = '''
 def plain(
     *,
@@ -174,10 +175,10 @@ def test_a_value_becomes_its_type(key, value, result):
         ("count", "12:30", "x.count: expected int, got '12:30'"),
         ("weights", {"a": "b"}, "x.weights.a: expected float, got 'b'"),
         ("weights", 1, "x.weights: expected dict[str, float] | null, got 1"),
-        ("every", "500", "x.every: '500' is not a duration, such as 500ba, 2ep or 0.5dur"),
-        ("every", 500, "x.every: 500 is not a duration, such as 500ba, 2ep or 0.5dur"),
-        ("every", "1.5ep", "x.every: '1.5ep' is not a duration, such as 500ba, 2ep or 0.5dur"),
-        ("every", "5ba\n", "x.every: '5ba\\n' is not a duration, such as 500ba, 2ep or 0.5dur"),
+        ("every", "500", f"x.every: '500' is not a duration; {UNITS}"),
+        ("every", 500, f"x.every: 500 is not a duration; {UNITS}"),
+        ("every", "1.5ep", f"x.every: '1.5ep' is not a duration; {UNITS}"),
+        ("every", "5ba\n", f"x.every: '5ba\\n' is not a duration; {UNITS}"),
         ("every", None, "x.every: expected duration, got null"),
         ("cuont", 3, "x.cuont: unknown key of toy `plain`; did you mean `count`?"),
     ],
