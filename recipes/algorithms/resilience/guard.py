@@ -110,7 +110,8 @@ class Guard(Lever):
         if self._flags is not None:
             run.optimizer.found_inf = None
             self._read_flags(run)
-        self.skipped += self._bad
+        skipped = self._bad
+        self.skipped += skipped
         if run.loss is not None and not math.isfinite(run.loss):
             self._bad = True
         if not self._bad:
@@ -120,7 +121,8 @@ class Guard(Lever):
         self._seeds = run.batch.get("seed")  # now: at the end of the run, `batch` is the last one of a validation
         self._first = run.clock.batch if self._first is None else self._first
         if run.nonfinite == 1:
-            log.warning(f"batch {run.clock.batch}: loss {run.loss}, gradients not finite; its update is skipped")
+            what = ", gradients not finite; its update is skipped" if skipped else " is not finite"
+            log.warning(f"batch {run.clock.batch}: loss {run.loss}{what}")
         run.log({"nonfinite/in_a_row": run.nonfinite, "nonfinite/skipped": self.skipped})
         if run.nonfinite >= self.limit:
             raise ValueError(self._stop(run))

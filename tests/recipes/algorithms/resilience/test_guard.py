@@ -24,15 +24,15 @@ from tests.recipes.algorithms.resilience import guard_ranks
 from tests.recipes.training.fake_run import FakeRun
 
 
-def step(run, levers, batch, value=1.0):
-    """One batch whose gradients and loss are a value."""
+def step(run, levers, batch, value=1.0, loss=None):
+    """One batch whose gradients are a value, and its loss, too, unless it is given."""
     levers.call("batch_start", run)
     run.batch = {"seed": torch.tensor([3, 5])}
     for parameter in run.task.parameters():
         parameter.grad = torch.full_like(parameter, value)
     levers.finish_gradients(run)
     run.optimizer.step()
-    run.loss = value
+    run.loss = value if loss is None else loss
     run.at(batch)
     levers.call("step_end", run)
 
@@ -252,6 +252,17 @@ def test_magnitudes():
     assert largest_magnitude([torch.tensor([1.0, -3.0]), torch.tensor([2]), torch.empty(0)]) == 3
     assert largest_magnitude([]) == 0
     assert largest_magnitude([torch.full((5,), 3e38)]).isfinite()  # whose L2 norm is not
+
+
+def test_the_line_says_whether_the_update_was_skipped(tmp_path, caplog):
+    run, levers = new_run(tmp_path)
+    for batch, gradient, loss, skipped in ((1, math.nan, 1.0, True), (2, 1.0, 1.0, False), (3, 1.0, math.nan, False)):
+        before = run.task.weight.detach().clone()
+        step(run, levers, batch, gradient, loss)
+        assert torch.equal(run.task.weight, before) == skipped
+    first, second = caplog.messages
+    assert first == "batch 1: loss 1.0, gradients not finite; its update is skipped"
+    assert second == "batch 3: loss nan is not finite"
 
 
 def test_a_signal_is_seen_at_the_next_batch(tmp_path, monkeypatch):
