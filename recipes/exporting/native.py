@@ -17,7 +17,7 @@ from recipes.config.recipe import Recipe, load_config
 from recipes.config.values import ConfigError
 from recipes.engines.deferred import Deferred
 from recipes.exporting.checkpoints import Checkpoint, read_checkpoint
-from recipes.generation.exports import Weights, find_network, read_record
+from recipes.generation.exports import Weights, find_network, holds_average, read_record
 from recipes.models.task import Task
 from recipes.models.tensor_file import TensorFile
 from recipes.models.weights import load_tensors
@@ -180,12 +180,12 @@ def from_export(source: Path, folder: Path, weights: Weights | None) -> None:
     """Copy an export with one kind of weights.
 
     Raises:
-        FileNotFoundError: averaged weights are requested, and there are none.
+        FileNotFoundError: the export does not have the weights that are requested.
     """
     record, chosen = read_record(source), find_network(source, weights)
-    raw = find_network(source, "raw")
-    networks = {raw.name, f"{raw.name}_ema"}
+    name = chosen.name.removesuffix("_ema")
+    networks = {name, f"{name}_ema"}
     shutil.copytree(source, folder, ignore=lambda at, names: {"done.json", *networks} if Path(at) == source else set())
-    shutil.copytree(chosen, folder / raw.name)
-    record["weights"] = "as trained" if chosen == raw else "averaged"
+    shutil.copytree(chosen, folder / name)
+    record["weights"] = "averaged" if chosen.name != name or holds_average(source) else "as trained"
     write_json(folder / "export.json", record, indent=2)

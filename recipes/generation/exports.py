@@ -110,14 +110,23 @@ def find_network(export: Path, weights: Weights | None) -> Path:
         weights: averaged or as trained; None: averaged if there are any.
 
     Raises:
-        FileNotFoundError: averaged weights are requested, and the export has none.
+        FileNotFoundError: the export does not have the weights that are requested.
     """
     raw = export / _identify(export)[1]
     averaged = raw.with_name(f"{raw.name}_ema")
     there = (averaged / "config.json").is_file()
+    if not there and holds_average(export):
+        if weights == "raw":
+            raise FileNotFoundError(f"--weights raw: {export} holds the averaged weights only; use ema")
+        return raw
     if weights == "ema" and not there:
         raise FileNotFoundError(f"--weights ema: {averaged} does not exist, this export has no average; use raw")
     return averaged if there and weights != "raw" else raw
+
+
+def holds_average(export: Path) -> bool:
+    """Whether the network's own folder has averaged weights, as `recipes/export.py` writes it, by export.json."""
+    return (export / "export.json").is_file() and read_record(export).get("weights") == "averaged"
 
 
 def component_class(group: str, name: str) -> type:

@@ -24,8 +24,8 @@ from recipes.engines.sharded_files import Sharded
 from recipes.export import main
 from recipes.exporting import write
 from recipes.exporting.checkpoints import find_checkpoint, read_checkpoint
-from recipes.exporting.native import training_data
-from recipes.generation.exports import draw, find_export, load_pipeline
+from recipes.exporting.native import from_export, training_data
+from recipes.generation.exports import draw, find_export, find_network, load_pipeline, read_record
 from recipes.models.language.task import load_language
 from recipes.models.latent_diffusion import diffusers_pipeline
 from recipes.models.latent_diffusion.unet import UNet
@@ -106,6 +106,20 @@ def test_a_copy_of_an_export_has_one_kind_of_weights_and_says_which(tmp_path, as
     assert (tmp_path / "copy" / "unet" / "config.json").read_text() == copied
     assert json.loads((tmp_path / "copy" / "export.json").read_text())["weights"] == said
     assert f"| Weights | {said} |" in (tmp_path / "copy" / "README.md").read_text()
+
+
+def test_a_copy_with_averaged_weights_only_says_so_again(tmp_path):
+    network = tmp_path / "average" / "transformer"
+    network.mkdir(parents=True)
+    (network / "config.json").write_text("{}")
+    record = {"family": "autoregressive", "network": "transformer", "weights": "averaged"}
+    (tmp_path / "average" / "export.json").write_text(json.dumps(record))
+    for number, asked in enumerate((None, "ema")):
+        copy = tmp_path / str(number)
+        from_export(tmp_path / "average", copy, asked)
+        assert read_record(copy)["weights"] == "averaged" and find_network(copy, asked) == copy / "transformer"
+    with pytest.raises(FileNotFoundError, match="--weights raw: .* holds the averaged weights only; use ema"):
+        from_export(tmp_path / "average", tmp_path / "raw", "raw")
 
 
 def test_a_pipeline_holds_all_its_parts(small_recipe, tmp_path):
