@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from PIL import Image, ImageFilter
 
 from data.files import atomic_write
 from data.log import log
-from data.sources.base import DecodedSample, Sample
+from data.sources.base import DecodedSample, Rejected, Sample
 from data.sources.filters import Filter
 from data.transforms import resize_and_crop
 
@@ -30,7 +31,7 @@ def fingerprint(values: Any) -> str:
 def read_reference(
     source: Any, images: int | None, seed: int, key: str = "reference.images", pictures: bool = True
 ) -> list[Sample]:
-    """Samples of a source, drawn without replacement, in stored order.
+    """Samples of a source that have a caption, drawn without replacement, in stored order.
 
     Args:
         source: of pictures and captions.
@@ -42,8 +43,18 @@ def read_reference(
     Raises:
         ValueError: the source has no samples, or fewer than are asked for.
     """
-    read = (sample for shard in source.shards() for sample in source.read(shard) if isinstance(sample, Sample))
-    found = [sample if pictures else replace(sample, image=b"") for sample in read]
+    found: list[Sample] = []
+    left_out: Counter[str] = Counter()
+    for sample in (sample for shard in source.shards() for sample in source.read(shard)):
+        if isinstance(sample, Rejected):
+            left_out[sample.reason] += 1
+        elif not sample.caption.strip():
+            left_out["empty_caption"] += 1
+        else:
+            found.append(sample if pictures else replace(sample, image=b""))
+    if left_out and pictures:
+        reasons = ", ".join(f"{reason} {number}" for reason, number in sorted(left_out.items()))
+        log.info(f"reference: {left_out.total()} of {left_out.total() + len(found)} samples are left out: {reasons}")
     if not found:
         raise ValueError("reference.source: empty; name pictures with captions")
     if images is not None and images > len(found):

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 
+from data.sources.folder import FolderSource
 from recipes.config.build import build
 from recipes.config.recipe import load_config
 from recipes.evaluation import command, run
@@ -105,6 +107,20 @@ def test_a_report_with_everything(export, write, tmp_path, clip_folder, capsys, 
     monkeypatch.setattr(DiffusionPipeline, "generate", forbidden)
     monkeypatch.setattr("recipes.scoring.reference.decoded", forbidden)
     assert figures(evaluate(export, read(path))) == found
+
+
+def test_samples_of_the_reference_without_a_caption_are_left_out_and_counted(tmp_path, capsys):
+    """For the empty caption an image was drawn, and its picture was said not to decode."""
+    for name, caption in {"a": b"a dot", "b": b" \n", "c": b"caf\xe9", "d": None}.items():
+        Image.new("RGB", (8, 8)).save(tmp_path / f"{name}.png")
+        if caption is not None:
+            (tmp_path / f"{name}.txt").write_bytes(caption)
+    source = FolderSource(path=str(tmp_path))
+    assert [sample.key for sample in read_reference(source, None, 0)] == ["a"]
+    said = "reference: 3 of 4 samples are left out: caption_not_utf8 1, empty_caption 1, missing_caption 1"
+    assert said in capsys.readouterr().out
+    assert [sample.key for sample in read_reference(source, None, 0, pictures=False)] == ["a"]
+    assert not capsys.readouterr().out
 
 
 @pytest.mark.parametrize("changed", ["scheduler", "null_text"])
