@@ -14,6 +14,8 @@ from recipes.models.config_files import LARGEST, build_from
 from recipes.models.latent_diffusion.objective import GLOBAL, Objective, Predict
 from recipes.models.latent_diffusion.samplers import integrate, make_scheduler, set_steps
 
+NOISE = ("num_train_timesteps", "beta_start", "beta_end", "beta_schedule")  # of diffusers' schedulers
+
 
 class DDPM(Objective):
     """Denoising diffusion (Ho et al. 2020): mean squared error of the predicted noise or velocity."""
@@ -93,6 +95,16 @@ class DDPM(Objective):
     def for_diffusers(self) -> Any:
         """DPM-Solver++ with the steps of the sampler dpm++. See `Objective.for_diffusers`."""
         return make_scheduler(self.samplers[0], self.scheduler_config)
+
+    def other_noise(self, scheduler: dict[str, Any]) -> list[str]:
+        """Fields that change the noise of a timestep. See `Objective.other_noise`."""
+        own = {name: self.scheduler_config[name] for name in NOISE}
+        own |= {"trained_betas": None, "rescale_betas_zero_snr": False}
+        return [
+            f"{name} is {scheduler[name]!r:.60} instead of {value!r}"
+            for name, value in own.items()
+            if scheduler.get(name, value) != value
+        ]
 
     def check_steps(self, steps: int, sampler: str) -> None:
         """See `Objective.check_steps`."""

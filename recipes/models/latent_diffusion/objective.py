@@ -68,6 +68,14 @@ class Objective(nn.Module, ABC):
     def open(cls, folder: Path) -> Self:
         """An objective for sampling, from a folder that `save` wrote."""
 
+    def other_noise(self, scheduler: dict[str, Any]) -> list[str]:
+        """Differences from the forward process that weights were trained with, one line each.
+
+        Args:
+            scheduler: what their scheduler_config.json holds, of the same `prediction`.
+        """
+        return []
+
     def for_diffusers(self) -> Any:
         """The default sampler as a scheduler of diffusers that `StableDiffusionPipeline` takes.
 

@@ -128,11 +128,17 @@ class LatentDiffusion(Task):
         self.denoiser.load(network if network.is_dir() else folder)
         scheduler = folder / SCHEDULER / "scheduler_config.json"
         if scheduler.is_file():
-            trained = prediction_of(read_object(scheduler))
+            saved = read_object(scheduler)
+            trained = prediction_of(saved)
             if trained != self.objective.prediction:
                 log.warning(
                     f"{scheduler}: the weights were trained to predict {trained}, and the recipe's objective is "
                     f"{self.objective.prediction or self.objective.name}; they have to learn it anew"
+                )
+            elif differences := self.objective.other_noise(saved):
+                log.warning(
+                    f"{scheduler}: the weights were trained with other noise than the recipe's objective has: "
+                    f"{'; '.join(differences)}; they have to learn it anew"
                 )
 
 

@@ -166,6 +166,23 @@ def test_weights_of_diffusers(tmp_path, task, batch, capsys):
     assert "trained to predict flow_prediction" in "".join(capsys.readouterr())
 
 
+def test_weights_that_were_trained_with_other_noise_are_announced(tmp_path, task, capsys):
+    """Each timestep means another amount of noise: the run began with a high loss, and nothing said why."""
+    small(beta_schedule="linear").export(tmp_path)
+    task.load_export(tmp_path)
+    assert "other noise than the recipe's objective has: beta_schedule is 'linear'" in capsys.readouterr().out
+    file = tmp_path / "scheduler" / "scheduler_config.json"
+    saved = json.loads(file.read_text()) | {"beta_schedule": "scaled_linear"}
+    file.write_text(json.dumps(saved | {"rescale_betas_zero_snr": True}))
+    task.load_export(tmp_path)
+    assert "rescale_betas_zero_snr is True instead of False" in capsys.readouterr().out
+    file.write_text(json.dumps({name: saved[name] for name in saved if "rescale" not in name}))  # as published in 2022
+    task.load_export(tmp_path)
+    RectifiedFlow().save(tmp_path / "scheduler")
+    assert LatentDiffusion(denoiser=task.denoiser, objective=RectifiedFlow()).load_export(tmp_path) is None
+    assert capsys.readouterr().out == ""
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
