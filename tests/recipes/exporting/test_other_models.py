@@ -1,0 +1,108 @@
+"""Exports of other models than diffusion: each has the format of its own."""
+
+import filecmp
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from recipes.config.recipe import Recipe, load_config
+from recipes.export import main
+from recipes.generation.exports import draw
+from recipes.models.language.task import load_language
+from tests.recipes.errors import last_error
+from tests.recipes.exporting.runs import a_run
+
+ROOT = Path(__file__).resolve().parents[3]
+AUTOREGRESSIVE = [
+    "model={layers: 2, width: 32, heads: 2, text_positions: 16, text_vocabulary: 280, side: 4, codes: 32, kernel: 3}",
+    "data={resolution: 32, positions: 16, workers: 0}",
+    "evals.val={resolution: 32, positions: 16, workers: 0}",
+]
+
+
+def export(*arguments):
+    main([str(argument) for argument in arguments])
+
+
+def refuse(capsys, *arguments):
+    return last_error(main, arguments, capsys)
+
+
+def test_a_token_model_draws_in_three_lines(token_recipe, tmp_path, capsys):
+    path, task = a_run(token_recipe(tmp_path / "run", *AUTOREGRESSIVE, "training.device=cpu"))
+    export(path, tmp_path / "out")
+    assert capsys.readouterr().out.endswith("(native)\n")
+    out = tmp_path / "out"
+    assert {"transformer", "vocabulary.json", "image_encoder", "README.md"} <= {file.name for file in out.iterdir()}
+    assert not (out / "transformer_ema").exists() and not (out / "done.json").exists()
+    written, known = load_file(out / "transformer" / "model.safetensors"), task.network.state_dict()
+    assert all(torch.equal(written[name], known[name] / 2) for name in known)
+    # The model card's lines, run as they are.
+    code = (out / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    assert len(code.splitlines()) == 3
+    names = {}
+    exec(code.replace('"out"', f'"{out}"'), names)
+    assert names["images"].shape == (1, 32, 32, 3) and names["images"].dtype == np.uint8
+    assert (names["images"] == draw(out, ["red heart"], seeds=[0], guidance=1.0)).all()
+    # Where the vocabulary has gone, an export has it.
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(re.sub("vocabulary: .*json", "vocabulary: gone.json", config.read_text()))
+    assert "gone.json: no such vocabulary; give a folder" in refuse(capsys, path, tmp_path / "again")
+    export(path, tmp_path / "again", "--data", out)
+    assert filecmp.cmp(out / "vocabulary.json", tmp_path / "again" / "vocabulary.json", shallow=False)
+
+
+def test_the_card_counts_the_images_of_all_sets(token_recipe, token_sets, tmp_path):
+    """The manifest of an export is that of the first set."""
+    more, run = tmp_path / "more", tmp_path / "run"
+    shutil.copytree(token_sets / "val", more)
+    path, _ = a_run(token_recipe(run, *AUTOREGRESSIVE, f"data.streams.more={{name: local, path: {more}}}"))
+    counts = [json.loads((token_sets / name / "manifest.json").read_text())["samples"] for name in ("train", "val")]
+    export(path, tmp_path / "out")
+    assert f"| Training images | {sum(counts)} |" in (tmp_path / "out" / "README.md").read_text()
+    # Where a set has gone, the run's own export says it; otherwise nothing is said.
+    shutil.rmtree(more)
+    export(path, tmp_path / "unknown")
+    assert "Training images" not in (tmp_path / "unknown" / "README.md").read_text()
+    shutil.copytree(tmp_path / "out", run / "export")
+    export(path, tmp_path / "known")
+    assert f"| Training images | {sum(counts)} |" in (tmp_path / "known" / "README.md").read_text()
+
+
+def test_other_models_keep_their_own_format(tmp_path, drawings):
+    source = [f"data.source.urls={drawings}/train/*.tar", "evals={}", f"output={tmp_path}/run"]
+    small = ["model={channels: [8, 16], norm_groups: 4}", "training.device=cpu"]
+    recipe = load_config(ROOT / "yamls" / "openmoji_vae.yaml", [*source, *small], Recipe)
+    path, task = a_run(recipe, average=False)
+    export(path, tmp_path / "out")
+    from diffusers import AutoencoderKL
+
+    vae = AutoencoderKL.from_pretrained(tmp_path / "out", low_cpu_mem_usage=False)
+    known = task.network.state_dict()
+    assert all(torch.equal(tensor, known[name]) for name, tensor in vae.state_dict().items())
+    assert (tmp_path / "out" / "README.md").read_text().startswith(f"# {recipe.run_name}\n")  # no empty metadata
+
+
+def test_a_language_model_has_its_vocabulary(text_sets, tmp_path, capsys):
+    paths = [f"data.streams.{name}.path={text_sets}/{name}" for name in ("docs", "captions")]
+    paths += [f"evals.val.streams.val.path={text_sets}/docs_val", f"output={tmp_path}/run", "training.device=cpu"]
+    sizes = "model={layers: 1, width: 8, heads: 1, positions: 16, vocabulary: 320}"
+    path, task = a_run(load_config(ROOT / "yamls" / "docs_gpt2.yaml", [*paths, sizes], Recipe))
+    export(path, tmp_path / "out")
+    written, known = load_language(tmp_path / "out" / "transformer").state_dict(), task.network.state_dict()
+    assert all(torch.equal(written[name], known[name] / 2) for name in known)
+    vocabulary = (text_sets / "docs" / "vocabulary.json").read_bytes()
+    assert (tmp_path / "out" / "vocabulary.json").read_bytes() == vocabulary
+    # Where the set has gone, the run's own export has it.
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(config.read_text().replace(str(text_sets), "gone"))
+    assert "vocabulary.json: not there" in refuse(capsys, path, tmp_path / "again")
+    shutil.copytree(tmp_path / "out", tmp_path / "run" / "export")
+    assert "vocabulary.json: not there" in refuse(capsys, path, tmp_path / "again", "--data", tmp_path)
+    export(path, tmp_path / "again")
+    assert (tmp_path / "again" / "vocabulary.json").read_bytes() == vocabulary
