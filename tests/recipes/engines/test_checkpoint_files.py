@@ -190,6 +190,29 @@ def test_the_figures_of_batches_before_a_checkpoint_are_on_the_disk(tmp_path):
     loggers.close("FINISHED")
 
 
+def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_record_of_it(tmp_path, monkeypatch):
+    """Its files, which may be large, go last; the next start removes them."""
+    folder, records = tmp_path / "checkpoints", tmp_path / "records"
+    for path in (folder, records / "ep0-ba2"):
+        path.mkdir(parents=True)
+    files = CheckpointFiles(folder, KINDS["lightning"], keep=1)
+    for name in ("ep0-ba2.ckpt", "ep0-ba4.ckpt"):
+        (folder / name).touch()
+    removes = checkpoint_files.remove
+
+    def killed(path):
+        if path.parent == folder:
+            raise KeyboardInterrupt
+        removes(path)
+
+    monkeypatch.setattr(checkpoint_files, "remove", killed)
+    with pytest.raises(KeyboardInterrupt):
+        files.newest_is(folder / "ep0-ba4.ckpt", 4)
+    assert not (records / "ep0-ba2").exists()
+    remove_halves(tmp_path)
+    assert names(folder) == ["ep0-ba4.ckpt", "latest"]
+
+
 def test_a_copy_that_is_held_begins_later(tmp_path, monkeypatch):
     """The one before is complete before its checkpoint is removed."""
     done = []
