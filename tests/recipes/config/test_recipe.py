@@ -251,6 +251,7 @@ def test_another_name_drops_the_old_arguments(small):
         (["checkpoints.load_path=azure://a"], ["checkpoints.load_path: azure://a; give a path, or an address: s3:"]),
         (["checkpoints.load_weights=s3://a/b"], ["checkpoints.load_weights: s3://a/b is remote; copy the folder to"]),
         (["output=s3://bucket/run"], ["output: s3://bucket/run is remote; give a local folder"]),
+        (["checkpoints.minutes=0"], ["checkpoints.minutes: 0.0; give a time above 0, or null for no limit"]),
         (["checkpoints.every=0.0dur"], ["checkpoints.every: `0.0dur`; give an interval above 0"]),
         (["checkpoints.keep=0"], ["checkpoints.keep: 0; give 1 or more, or -1 for all; save: false for none"]),
         (

@@ -138,6 +138,10 @@ def test_disk(small_recipe, latent_sets, tmp_path, monkeypatch):
     export = 2 * (4 * found.parameters + encoder_bytes(latent_sets))
     assert disk_bytes(recipe, found) == 3 * 12 * found.parameters + export
     assert disk_bytes(small_recipe(tmp_path / "run", "checkpoints.save=false", EXPORT), found) == export
+    # One that is saved at the end alone, and as many as are kept where a slow run saves more.
+    for minutes, held in (("null", 1), ("60", 3)):
+        rare = small_recipe(tmp_path / "run", f"checkpoints={{every: null, keep: 2, minutes: {minutes}}}", EXPORT)
+        assert disk_bytes(rare, found) == held * 12 * found.parameters + export
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=10))
     assert disk(tmp_path / "new" / "run", 10).level == "ok"
     full = disk(tmp_path / "new" / "run", 11)

@@ -45,13 +45,13 @@ def test_other_runs():
     assert found[8] == "checkpoints: none; output in runs/openmoji_vae"
     overrides = [
         "training.fsdp={replicas: 2}",
-        "checkpoints={every: 5ba, keep: -1, autoresume: false, load_path: s3://x}",
+        "checkpoints={every: 5ba, minutes: 30, keep: -1, autoresume: false, load_path: s3://x}",
     ]
     found = lines("openmoji_vae.yaml", *overrides)
     assert found[4] == "precision:   fp32, FSDP2 SHARD_GRAD_OP, replicas: 2"
     assert found[7] == "length:      3,200 steps, 12,800 samples"
-    kept = "every 5ba, all kept, begun anew at each start, in runs/openmoji_vae/checkpoints; starts from s3://x"
-    assert found[8] == f"checkpoints: {kept}"
+    kept = "all kept, begun anew at each start, in runs/openmoji_vae/checkpoints; starts from s3://x"
+    assert found[8] == f"checkpoints: every 5ba, and after 30 minutes without one, {kept}"
 
 
 @pytest.mark.parametrize(("warmup", "within"), [("21ba", True), ("1100sp", False), ("6ep", True), ("5ep", False)])
