@@ -57,7 +57,7 @@ def convert(path: Path, engine: str) -> Path:
     path = resolved(path)
     inner = newest_of_all(path) or newest_of_all(path / "checkpoints") if path.is_dir() else None
     if inner is not None:
-        raise ValueError(f"{path}: holds several checkpoints; name one of them, such as {inner}")
+        raise ValueError(f"{path}: is a folder of checkpoints; name one of them, such as {inner}")
     of_lightning = (path / REST).is_file() if path.is_dir() else engine == "composer"
     kind = KINDS[engine]
     give_back_from_now_on()

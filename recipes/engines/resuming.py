@@ -114,7 +114,7 @@ def start_of(recipe: Recipe, engine: str, load_path: str | None) -> Path | None:
     path = Path(load_path).resolve()
     inner = newest_of_all(path) or newest_of_all(path / "checkpoints")
     if inner is not None:
-        raise ValueError(f"checkpoints.load_path: {path} holds several checkpoints; name one of them, such as {inner}")
+        raise ValueError(f"checkpoints.load_path: {path} is a folder of checkpoints; name one of them, such as {inner}")
     return path
 
 

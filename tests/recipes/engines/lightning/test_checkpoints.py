@@ -238,7 +238,7 @@ def test_checkpoints_that_cannot_be_loaded_are_refused_in_one_line(tmp_path):
         convert(of_composer, "lightning")
     of_composer.rename(of_composer.with_name("ep0-ba1-rank0.pt"))
     for folder in (tmp_path, tmp_path / "checkpoints"):
-        several = r"several checkpoints; name one of them, such as .*/ep0-ba1-rank0.pt$"
+        several = r"is a folder of checkpoints; name one of them, such as .*/ep0-ba1-rank0.pt$"
         with pytest.raises(ValueError, match=several):
             convert(folder, "lightning")
         with pytest.raises(ValueError, match=several):
