@@ -18,23 +18,25 @@ from recipes.planning.sharding import check_sharding
 from recipes.training.ranks import by_first_rank
 
 
-def new_task(recipe: Recipe, *, sent: bool) -> Task:
+def new_task(recipe: Recipe, *, sent: bool, resumes: bool = False) -> Task:
     """The recipe's model on this rank. Ranks must have been seeded alike; afterwards their generators are alike again.
 
     Args:
         recipe: of the run.
         sent: build the whole model on the first rank only, and on the meta device on others, which receive their parts
             of the weights when it has been divided (`FirstRankSends`). Every rank must then call this.
+        resumes: the run goes on from a checkpoint, which has all weights. `checkpoints.load_weights` is then not read:
+            every rank would read the whole folder in vain.
 
     Raises:
         FileNotFoundError, ValueError: a model that cannot be sharded, or weights that do not load.
     """
     if not sent:
-        return _whole_task(recipe)
+        return _whole_task(recipe, resumes)
     built: list[Task] = []
 
     def build_here() -> tuple[Any, ...]:
-        built.append(_whole_task(recipe))
+        built.append(_whole_task(recipe, resumes))
         return random.getstate(), np.random.get_state(), torch.get_rng_state()
 
     python, numpy, torchs = by_first_rank(build_here)  # which may take minutes
@@ -45,10 +47,10 @@ def new_task(recipe: Recipe, *, sent: bool) -> Task:
     return task
 
 
-def _whole_task(recipe: Recipe) -> Task:
+def _whole_task(recipe: Recipe, resumes: bool) -> Task:
     task = build(recipe.model)
     check_sharding(recipe, task)
-    if recipe.checkpoints.load_weights:
+    if recipe.checkpoints.load_weights and not resumes:
         load_first_weights(recipe, task)
     return task
 

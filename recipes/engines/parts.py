@@ -37,7 +37,7 @@ from recipes.engines.first_weights import new_task
 from recipes.engines.loggers import Opener
 from recipes.engines.precision import resolve
 from recipes.engines.record import check_encoders
-from recipes.engines.resuming import prepare_folder
+from recipes.engines.resuming import prepare_folder, start_of
 from recipes.engines.tracking import tracked_run
 from recipes.models.task import Task
 from recipes.planning.devices import Devices
@@ -45,7 +45,7 @@ from recipes.planning.tensor_parallel import check_tensor_parallel
 from recipes.training.callback import Callback
 from recipes.training.lever import Lever
 from recipes.training.levers import Levers
-from recipes.training.ranks import rank, world_size
+from recipes.training.ranks import from_first_rank, rank, world_size
 from recipes.training.run import Precision
 from recipes.training.schedules import Schedule
 
@@ -147,7 +147,8 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
     copies = training.tensor_parallel
     divided = training.fsdp is not None or copies > 1
     sent = divided and world_size() > 1
-    task = new_task(recipe, sent=sent)
+    resumes = from_first_rank(start_of(recipe, engine, None) is not None)
+    task = new_task(recipe, sent=sent, resumes=resumes)
     load = partial(
         Placement,
         batch=batch,

@@ -165,7 +165,7 @@ def check_bytes(folder: Path) -> None:
 def built_by_every_rank():
     """A context in which every rank builds the whole model of a run."""
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(parts, "new_task", lambda recipe, sent: new_task(recipe, sent=False)))
+        stack.enter_context(mock.patch.object(parts, "new_task", lambda recipe, **_: new_task(recipe, sent=False)))
         stack.enter_context(mock.patch.object(parts, "FirstRankSends", lambda task: Lever()))
         yield
 

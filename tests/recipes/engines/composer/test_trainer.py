@@ -193,7 +193,8 @@ def test_autoresume_in_mid_epoch_changes_nothing(whole, quick_recipe, fit, tmp_p
     before = set(active_children())
     first = fit(quick_recipe(tmp_path, "training.duration=7ba", *changes))
     assert first.state.timestamp.batch == 7 and difference(first, whole[1]) > 0
-    second = fit(quick_recipe(tmp_path, *changes))
+    (tmp_path / "nothing").mkdir()  # first weights, which a run that goes on does not read
+    second = fit(quick_recipe(tmp_path, *changes, f"checkpoints.load_weights={tmp_path}/nothing"))
     assert second.state.timestamp.batch == 12
     assert set(active_children()) <= before  # while both trainers are there
     assert difference(second, whole[1]) == 0
@@ -304,7 +305,7 @@ def test_a_sharded_checkpoint_of_another_run(sharded, quick_recipe, tmp_path, st
         starts(quick_recipe(tmp_path, *path, "model.denoiser.layers=1"))
     with pytest.raises(ValueError, match="ep0-ba1: holds the state of AdamW, the recipe's optimizer is Adam16; to"):
         starts(quick_recipe(tmp_path, *path, "optimizer={name: adam16, lr: 1e-3}"))
-    with pytest.raises(ValueError, match="load_path: .* holds several checkpoints; .* such as .*ep0-ba1"):
+    with pytest.raises(ValueError, match="load_path: .* is a folder of checkpoints; .* such as .*ep0-ba1"):
         starts(quick_recipe(tmp_path, f"checkpoints.load_path={sharded}"))
 
 
