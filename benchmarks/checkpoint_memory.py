@@ -113,7 +113,7 @@ def on_rank(layers: int, folder: Path) -> None:
     found = {}
     for name, part in ((PIECES, "network"), (GATHERED, None)):  # the second would leave memory to the first
         task.exported = part
-        export = Export(task, "run", str(folder / name), Loading(loader=None), lambda: new_task(layers), average)
+        export = Export(task, "run", str(folder / name), Loading(loader=None), lambda: new_task(layers), average, None)
         found[name] = measured(lambda export=export: export._write(run, complete=False))
     found[FULL] = measured(lambda: write_full(task, average, folder / "full.ckpt"))
     write_sharded(task, average, folder / SHARDED)

@@ -52,6 +52,7 @@ class Export(PeriodicCallback):
         loading: Loading,
         blank: Callable[[], Task],
         average: ScheduledEMA | None,
+        started_from: str | None,
         *,
         every: Duration | None = None,
     ) -> None:
@@ -68,6 +69,7 @@ class Export(PeriodicCallback):
         self.loading = loading
         self.blank = blank
         self.average = average
+        self.started_from = started_from
 
     def act(self, run: Run) -> None:
         if run.clock.ended:  # the last export is written once, by `end`
@@ -93,6 +95,8 @@ class Export(PeriodicCallback):
     def _write(self, run: Run, complete: bool) -> None:
         """Every rank must call it: the first one writes, and the others wait here, however long it takes."""
         record = {"run_name": self.run_name, "batches": run.clock.batch, "samples": run.clock.sample}
+        if self.started_from is not None:
+            record["started_from"] = self.started_from
         ema, average = self.average, None
         if ema is not None and ema.running:
             record["average"] = {"decay": ema.decay, "every": ema.every, "begun": ema.begun}

@@ -94,6 +94,18 @@ def load_first_weights(recipe: Recipe, task: Task) -> None:
         )
 
 
+def started_from(recipe: Recipe) -> str | None:
+    """The name of the model whose weights a run starts with: that of its run, or else of its folder; None: new weights.
+
+    It is published with the model, so it is not the path.
+    """
+    if recipe.checkpoints.load_weights is None:
+        return None
+    folder = Path(recipe.checkpoints.load_weights)
+    named = folder.parent if folder.name in ("export", "unet") else folder
+    return read_if_object(folder / "export.json").get("run_name", named.name)
+
+
 def _kind(folder: Path) -> str | None:
     """The model whose weights are in a folder: by the record of an export, or as diffusers names its class."""
     record, config = (read_if_object(folder / name) for name in ("export.json", "config.json"))

@@ -33,7 +33,7 @@ from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradSca
 from recipes.algorithms.tensor_parallel.lever import TensorParallel
 from recipes.config.build import build, build_on_meta, encoders_of, import_builder
 from recipes.config.recipe import Recipe, Training
-from recipes.engines.first_weights import new_task
+from recipes.engines.first_weights import new_task, started_from
 from recipes.engines.loggers import Opener
 from recipes.engines.precision import resolve
 from recipes.engines.record import check_encoders
@@ -219,6 +219,7 @@ def context_of(recipe: Recipe, task: Task, data: Loading | None) -> dict[str, An
         "copies": recipe.training.tensor_parallel,
         "encoders": None if data is None else lambda: encoders_of(data.manifest),
         "blank": lambda: build_on_meta(recipe.model),
+        "started_from": started_from(recipe),
     }
 
 

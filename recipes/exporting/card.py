@@ -40,6 +40,8 @@ def model_card(export: Path, layout: str, out: str, guidance: float | None) -> s
         "Weights": record.get("weights", "as trained"),
         **{name.capitalize(): record[name] for name in ("family", "denoiser", "objective") if name in record},
     }
+    if "started_from" in record:
+        facts["Started from"] = f"weights of {record['started_from']}"
     if "resolution" in record:
         facts["Resolution"] = f"{record['resolution']} pixels"
     if "images" in record:  # in all sets, of which the manifest is that of the first

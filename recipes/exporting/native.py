@@ -16,6 +16,7 @@ from recipes.config.build import build, build_on_meta, encoders_of
 from recipes.config.recipe import Recipe, load_config
 from recipes.config.values import ConfigError
 from recipes.engines.deferred import Deferred
+from recipes.engines.first_weights import started_from
 from recipes.exporting.checkpoints import Checkpoint, read_checkpoint
 from recipes.generation.exports import Weights, find_network, holds_average, read_record
 from recipes.models.task import Task
@@ -56,6 +57,8 @@ def from_checkpoint(
         "checkpoint": path.name,
         "weights": "averaged" if averaged else "as trained",
     }
+    if (origin := started_from(recipe)) is not None:
+        record["started_from"] = origin
     if loading.manifest is not None:
         encoders_of(loading.manifest, bundle)  # now, and not when somebody else opens the folder
     with export_folder(task, loading, folder, record, complete=False, bundle=bundle) as new:

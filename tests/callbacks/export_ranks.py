@@ -54,7 +54,7 @@ def new_task() -> Autoregressive:
 
 
 def new_export(task: Autoregressive, output: Path, averages: bool) -> Export:
-    return Export(task, "run", str(output), Loading(loader=None), meta_task, Ema(task) if averages else None)
+    return Export(task, "run", str(output), Loading(loader=None), meta_task, Ema(task) if averages else None, None)
 
 
 def meta_task() -> Autoregressive:
@@ -134,7 +134,7 @@ def check_full_disk(folder: Path, task: Autoregressive) -> None:
 def check_first_rank_fails(folder: Path, task: Autoregressive) -> None:
     """The weights do not fit into the model that the first rank alone makes for them: no rank waits for it."""
     task.exported = None
-    export = Export(task, "run", str(folder), Loading(loader=None), Task, None)
+    export = Export(task, "run", str(folder), Loading(loader=None), Task, None, None)
     with pytest.raises((RuntimeError, ValueError), match="Unexpected key"):
         export.end(FakeRun(task).at(3))
     assert not folder.exists()

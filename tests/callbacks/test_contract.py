@@ -174,6 +174,7 @@ def test_a_whole_run(name, averages, drawing, places, tmp_path, monkeypatch, cap
             "copies": 1,
             "encoders": lambda: encoders_of(loading.manifest),
             "blank": lambda: Everything().to("meta"),
+            "started_from": None,
             "average": average,
             "scaling": scaling,
         }

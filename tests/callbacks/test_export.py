@@ -77,7 +77,7 @@ def test_done_is_said_at_the_end_and_once(tmp_path, task, capsys):
         task.had_one = True
 
     task.export = write
-    callback = Export(task, "run", str(tmp_path), LOADING, None, None, every="2ba")
+    callback = Export(task, "run", str(tmp_path), LOADING, None, None, "first", every="2ba")
     run = FakeRun(task, duration="4ba")
     for batch in range(1, 5):
         callback.after_save(run.at(batch, samples=3))
@@ -87,7 +87,7 @@ def test_done_is_said_at_the_end_and_once(tmp_path, task, capsys):
     assert written == [2]
     callback.end(run)
     assert written == [2, 4]
-    record = {"run_name": "run", "batches": 4, "samples": 12}
+    record = {"run_name": "run", "batches": 4, "samples": 12, "started_from": "first"}
     assert json.loads((tmp_path / "export" / "done.json").read_text()) == record
     assert callback.is_complete(run.clock) and not callback.is_complete(run.at(3, samples=3).clock)  # of another run
     assert capsys.readouterr().out == f"weights: {tmp_path}/export\n"
@@ -95,7 +95,7 @@ def test_done_is_said_at_the_end_and_once(tmp_path, task, capsys):
 
 def test_weights_that_are_not_finite_leave_the_old_export(tmp_path, task, capsys):
     task.had_one, task.weight = False, torch.nn.Parameter(torch.ones(2))
-    callback = Export(task, "run", str(tmp_path), LOADING, None, None, every="2ba")
+    callback = Export(task, "run", str(tmp_path), LOADING, None, None, None, every="2ba")
     run = FakeRun(task, duration="6ba")
     callback.after_save(run.at(2))
     task.weight.data[1], task.had_one, task.version = torch.inf, True, 2
@@ -138,7 +138,7 @@ def test_averaged_weights_are_exported_once_there_are_any(tmp_path, beside, runn
             (folder / "weight_ema").write_text(str(self.weight))
 
     task = Weight()
-    callback = Export(task, "run", str(tmp_path), LOADING, None, Average(task, running))
+    callback = Export(task, "run", str(tmp_path), LOADING, None, Average(task, running), None)
     callback.end(FakeRun(task).at(10))
     written = {path.name: path.read_text() for path in (tmp_path / "export").glob("weight*")}
     if not running:

@@ -353,7 +353,7 @@ GIVEN = {
     "data": {"placement", "requirements"},
     "optimizer": {"parameters", "task"},
     "algorithm": LOGGED | {"clips", "low_rank", "samples", "scaling"},
-    "callback": LOGGED | {"average", "copies", "scaling"},
+    "callback": LOGGED | {"average", "copies", "scaling", "started_from"},
     "logger": LOGGED | {"tracked"},
 }
 TARGETS = [(group, target) for group, names in COMPONENTS.items() for target in names.values()]

@@ -6,7 +6,7 @@ import pytest
 
 from data.files import write_json
 from recipes.config.build import build, build_on_meta
-from recipes.engines.first_weights import load_first_weights
+from recipes.engines.first_weights import load_first_weights, started_from
 from recipes.models.kl_autoencoder.task import KLAutoencoder
 
 
@@ -42,6 +42,21 @@ def test_weights_of_another_family(small_recipe, tmp_path):
         recipe.checkpoints.load_weights = str(folder)
         with pytest.raises(ValueError, match=f"^{re.escape(str(folder))}.* does not fit the model: "):
             load_first_weights(recipe, build_on_meta(recipe.model))
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [("sd2_base/export", "sd2_base"), ("stable-diffusion-2-base", "stable-diffusion-2-base"), ("other/unet", "other")],
+)
+def test_the_name_of_the_model_that_a_run_starts_with(small_recipe, tmp_path, folder, name):
+    """It goes into export.json and the model card, which a path of the machine should not."""
+    recipe = small_recipe(tmp_path)
+    assert started_from(recipe) is None
+    recipe.checkpoints.load_weights = str(tmp_path / folder)
+    assert started_from(recipe) == name  # also if it has been removed since
+    (tmp_path / folder).mkdir(parents=True)
+    write_json(tmp_path / folder / "export.json", {"run_name": "phase_1"})
+    assert started_from(recipe) == "phase_1"
 
 
 def test_weights_that_are_a_file(small_recipe, tmp_path):

@@ -122,7 +122,8 @@ def test_a_pipeline_holds_all_its_parts(small_recipe, tmp_path):
         return state
 
     of_16_bits = "conv_in.weight"
-    recipe = small_recipe(tmp_path / "run", EMA)
+    (tmp_path / "first" / "export").mkdir(parents=True)
+    recipe = small_recipe(tmp_path / "run", EMA, f"checkpoints.load_weights={tmp_path}/first/export")
     path, task = a_run(recipe, earlier=of_a_frozen_bias_and_16_bits)
     export(path, tmp_path / "out")
     index = json.loads((tmp_path / "out" / "model_index.json").read_text())
@@ -148,6 +149,7 @@ def test_a_pipeline_holds_all_its_parts(small_recipe, tmp_path):
         recipe.run_name,
         "5 batches, 40 samples",
         "averaged",
+        "weights of first",
         "16 pixels",
         "library_name: diffusers",
         "pipeline_tag: text-to-image",

@@ -306,7 +306,7 @@ def a_full_disk(folder):
 def a_slow_export(folder):
     """No collective waits for it, at an interval and at the end. Where it fails, it fails on both ranks."""
     task = Task()
-    callback = Export(task, "run", str(folder), Loading(loader=None), None, None, every="2ba")
+    callback = Export(task, "run", str(folder), Loading(loader=None), None, None, None, every="2ba")
     run = FakeRun(task, duration="4ba")
     with outside_of_collectives(folder / "said") as work:
         task.export = work
