@@ -37,18 +37,20 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--gpu", help="kind of GPU, such as h200, or a name given to --calibrate; an unknown kind lists all"
     )
-    parser.add_argument("--gpus", type=int, nargs="+", help="numbers of GPUs to plan for")
+    parser.add_argument("--gpus", type=_number_or_override, nargs="+", help="numbers of GPUs to plan for")
     parser.add_argument("--machine", type=int, default=8, help="GPUs of each machine (8)")
     parser.add_argument("--between", type=float, help="GB/s between machines (default: of usual machines)")
     parser.add_argument("--price", type=float, help="price of one GPU for an hour")
     parser.add_argument("--calibrate", metavar="NAME", help="measure this machine, and store the rates under this name")
     parser.add_argument("--devices", type=path_of, default=ROOT / "runs" / "devices", help="folder of measured devices")
     options = parser.parse_intermixed_args(arguments)
+    options.overrides += [override for override in options.gpus or () if isinstance(override, str)]
+    options.gpus = [number for number in options.gpus or () if isinstance(number, int)]
     if options.calibrate is None and not (options.yaml and options.gpu and options.gpus):
         parser.error("give a recipe, --gpu and --gpus; or --calibrate NAME")
     if options.calibrate is not None and (options.yaml or options.gpu or options.gpus):
         parser.error("--calibrate NAME takes neither a recipe nor --gpu or --gpus")
-    for name, number in [*(("gpus", number) for number in options.gpus or ()), ("machine", options.machine)]:
+    for name, number in [*(("gpus", number) for number in options.gpus), ("machine", options.machine)]:
         if not 1 <= number <= MOST_GPUS:
             fail([f"--{name}: {number}; give 1 to {MOST_GPUS}"])
     if options.between is not None and not options.between > 0:
@@ -56,6 +58,16 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
     if options.price is not None and not 0 <= options.price < math.inf:
         fail([f"--price: {options.price:g}; give 0 or more"])
     return options
+
+
+def _number_or_override(text: str) -> int | str:
+    """A number of GPUs, or an override of the recipe that follows them."""
+    if "=" in text:
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"`{text}` is not a number") from None
 
 
 def measure(options: argparse.Namespace) -> None:

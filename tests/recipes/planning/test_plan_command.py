@@ -72,6 +72,7 @@ def test_products_are_as_fast_as_in_their_number_format(yaml, changes, tera_flop
         (["--gpu", "h2000", "--gpus", "8"], "give v100-16"),
         (["--gpu", "h200", "--gpus", "7"], "2048 does not divide over 7 devices; the nearest .* divide it: 4 or 8"),
         (["training.globl_batch=3", "--gpu", "h200", "--gpus", "8"], "global_batch"),
+        (["--gpu", "h100", "--gpus", "8", "64", "training.globl_batch=3"], "^error: training.globl_batch: unknown key"),
         (["--gpu", "h100", "--gpus", "8", "0"], "^error: --gpus: 0; give 1 to 1000000$"),
         (["--gpu", "h100", "--gpus", "1" + "0" * 20], "^error: --gpus: 10*; give 1 to 1000000$"),
         (["--gpu", "h100", "--gpus", "8", "--machine", "-8"], "^error: --machine: -8; give 1 to 1000000$"),
