@@ -37,6 +37,19 @@ def test_the_report(capsys, monkeypatch):
         assert f"\n  {division}, microbatch" in text
 
 
+def test_the_example_in_the_docs_is_what_the_command_prints(capsys, monkeypatch):
+    """Up to the numbers, of which versions of PyTorch give slightly different ones."""
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    shown = re.search(r"```text\n(sd2_base: .*?)\n```", page, re.DOTALL)[1]
+    main(["yamls/sd2_base.yaml", "--gpu", "h200", "--gpus", "8", "512", "--price", "3.5"])
+    printed = capsys.readouterr().out.strip()
+    number = r"\d[\d,]*(?:\.\d+)?"
+    assert re.sub(number, "#", printed) == re.sub(number, "#", shown)
+    found, told = ([float(n.replace(",", "")) for n in re.findall(number, text)] for text in (printed, shown))
+    assert found == pytest.approx(told, rel=0.05, abs=0.0011)  # seconds are printed with three decimal places
+
+
 def test_what_a_short_run_of_a_small_model_takes(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     small = ["model.denoiser.width=32", "model.denoiser.layers=1", "training.precision=fp32"]
