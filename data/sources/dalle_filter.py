@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from data.sources.filters import Filter
 
+MONTH = (
+    "(jan(uary)?|feb(ruary)?|mar(ch)?|apr(il)?|may|june?|july?|aug(ust)?|sept?(ember)?|oct(ober)?|nov(ember)?|"
+    "dec(ember)?)[.]?"
+)
+DAY = r"\d{1,2}(st|nd|rd|th)?"
+# 3.5.10, 3/5, Monday, 3rd of May '10, March 3; with a year or without.
+DATE = (
+    rf"(the )?([a-z]+day,? )?(\d{{1,2}}[./-]\d{{1,2}}([./-](\d{{2,4}})?)?|{DAY} (of )?{MONTH}\b|{MONTH} {DAY}\b)"
+    r"(,? '?\d{2}\b)?"
+)
+TAKEN = "(photographed|taken|pictured|seen|posted|published|updated)"
 # Text that says nothing about the image. The paper gives "photographed on <date>" as its example; the rest is this
 # recipe's own choice.
 BOILERPLATE = [
-    r"(photographed|taken|pictured|seen|posted|published|updated) (on|at|in) .*\d{4}.*",
+    rf"{TAKEN} (on|at|in) .*\d{{4}}.*",
+    rf"{TAKEN} on {DATE}",
     r"\d{1,2}[./-]\d{1,2}[./-]\d{2,4}",
     r"\d{1,2}(st|nd|rd|th)? "
     r"(january|february|march|april|may|june|july|august|september|october|november|december),? \d{4}",

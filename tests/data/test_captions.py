@@ -114,6 +114,22 @@ def identifier(monkeypatch):
     monkeypatch.setattr(captions, "_identifier", lambda: found)
 
 
+@pytest.mark.parametrize(
+    "date",
+    ["03/05/15", "20.04.98", "1.1.", "3-5", "March 3", "Mar. 3rd", "3 May", "the 3rd of May", "Monday, 3 Sept '10",
+     "May 3rd, 2015", "2015-03-05", "3 March 2010"],
+)  # fmt: skip
+def test_dates_of_the_filter_of_dalle(identifier, date):
+    found = dalle()
+    assert found.caption(Sample("k", b"", f"Photographed on {date}")).reason == "boilerplate"
+    assert found.caption(Sample("k", b"", f"a dog, taken on {date}")).reason == "boilerplate"
+
+
+def test_numbers_are_no_dates_for_the_filter_of_dalle(identifier):
+    for caption in ("a bus on 3 wheels", "a tower seen at 3.5 km", "a bird seen on 12 marble stairs"):
+        assert dalle().caption(Sample("k", b"", caption)) == caption
+
+
 def test_language(identifier):
     assert judge("ein Hund", language="en") == ("other_language", "de with probability 0.90")
     assert judge("ein Hund", language="de") == "ein Hund"
