@@ -9,17 +9,18 @@ MONTH = (
     "dec(ember)?)[.]?"
 )
 DAY = r"\d{1,2}(st|nd|rd|th)?"
-# 3.5.10, 3/5, Monday, 3rd of May '10, March 3; with a year or without.
+# 2010-05-03, 3.5.10, 3/5, Monday, 3rd of May '10, March 3; with a year or without.
 DATE = (
-    rf"(the )?([a-z]+day,? )?(\d{{1,2}}[./-]\d{{1,2}}([./-](\d{{2,4}})?)?|{DAY} (of )?{MONTH}\b|{MONTH} {DAY}\b)"
-    r"(,? '?\d{2}\b)?"
+    r"(the )?([a-z]+day,? )?"
+    rf"(\d{{4}}-\d\d-\d\d|\d{{1,2}}[./-]\d{{1,2}}([./-](\d{{2,4}})?)?|{DAY} (of )?{MONTH}\b|{MONTH} {DAY}\b)"
+    r"(,? '?(\d{4}|\d{2})\b)?"
 )
 TAKEN = "(photographed|taken|pictured|seen|posted|published|updated)"
 # Text that says nothing about the image. The paper gives "photographed on <date>" as its example; the rest is this
 # recipe's own choice.
 BOILERPLATE = [
-    rf"{TAKEN} (on|at|in) .*\d{{4}}.*",
     rf"{TAKEN} on {DATE}",
+    rf"{TAKEN} (on|at|in) .{{0,40}}?\b(18|19|20)\d{{2}}\b",  # with a place or another form of date before the year
     r"\d{1,2}[./-]\d{1,2}[./-]\d{2,4}",
     r"\d{1,2}(st|nd|rd|th)? "
     r"(january|february|march|april|may|june|july|august|september|october|november|december),? \d{4}",
