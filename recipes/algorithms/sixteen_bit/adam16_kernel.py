@@ -33,8 +33,9 @@ def _update(
     decay,
     step_size,
     root_correction,
-    beta1,
+    mean_share,  # 1 - beta1 and 1 - beta2 as the host computes them: 32 bits would leave few digits of the difference
     beta2,
+    variance_share,
     eps,
     clip,
     MEAN_SIGNIFICAND: tl.constexpr,
@@ -74,8 +75,8 @@ def _update(
         variance = decode_tile(
             tl.load(variances + at, inside, other=0), False, VARIANCE_SIGNIFICAND, VARIANCE_BIAS, VARIANCE_LEAST
         )
-        mean = mean + (1 - beta1) * (gradient - mean)
-        variance = variance * beta2 + (1 - beta2) * gradient * gradient
+        mean = mean + mean_share * (gradient - mean)
+        variance = variance * beta2 + variance_share * gradient * gradient
         # Like torch.clamp, this keeps NaN, which a minimum would hide.
         variance = tl.where(variance > clip, clip, variance)
         root = tl.sqrt(variance) / root_correction + eps
@@ -107,12 +108,14 @@ def update_all(
         eps: added to the square root of the variance.
         variance_clip: upper bound of the variance, or None.
     """
+    beta1, beta2 = betas
     clip = float("inf") if variance_clip is None else variance_clip
+    numbers = (*scalars, 1 - beta1, beta2, 1 - beta2, eps, clip)
     constants = [number for fmt in formats for number in _constants(fmt)]
     for aligned in (True, False):  # in nearly all models, all tensors are
         chosen = [parts for parts in tensors if _is_aligned(parts) == aligned]
         if chosen:
-            _launch(chosen, (*scalars, *betas, eps, clip), constants, aligned)
+            _launch(chosen, numbers, constants, aligned)
 
 
 def _launch(

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipes.algorithms.optimizers import adam16
-from recipes.algorithms.sixteen_bit.adam16 import Adam16, adamw_update
+from recipes.algorithms.sixteen_bit.adam16 import MOMENTS, Adam16, adamw_update
 from recipes.algorithms.sixteen_bit.formats import FLOAT_32, MEAN_1_6_9, VARIANCE_0_6_10
 from recipes.config.build import build
 from recipes.config.components import COMPONENTS
@@ -268,6 +268,21 @@ def test_a_decay_that_a_moment_can_show_lets_it_fall():
     variance = fmt.decode(torch.arange(2**15, dtype=torch.int32).to(torch.int16))[4096:]
     assert (fmt.decode(fmt.encode(variance * 0.99951)) < variance).float().mean() > 0.999
     assert (fmt.decode(fmt.encode(variance * 0.9998)) < variance).float().mean() < 0.6
+
+
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+def test_slow_decays_are_exact(device):
+    """The difference of 1 and a decay of 32 bits would be wrong by 2e-4 of it."""
+    parameter = nn.Parameter(torch.zeros(100, device=device))
+    optimizer = Adam16([parameter], lr=1e-3, betas=(0.999, 0.9999), weight_decay=0.0, moment_bits=32)
+    parameter.grad = torch.randn(100, generator=torch.Generator().manual_seed(0)).to(device)
+    optimizer.step()
+    mean, variance = (optimizer.state[parameter][name] for name in MOMENTS)
+    torch.testing.assert_close(mean, 1e-3 * parameter.grad, rtol=1e-6, atol=0)
+    torch.testing.assert_close(variance, 1e-4 * parameter.grad.square(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.gpu
