@@ -108,7 +108,8 @@ class Fp8Linear(nn.Linear):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         rows = x.flatten(0, -2)
         count = len(rows)
-        rows = F.pad(rows, (0, 0, 0, -count % MULTIPLE))
+        if count % MULTIPLE:  # padding by no rows would copy them, too
+            rows = F.pad(rows, (0, 0, 0, -count % MULTIPLE))
         with torch.autocast(kind, enabled=False):
             y = _Linear.apply(rows, self.weight, dtype)[:count]
             y = y if self.bias is None else y + self.bias.to(dtype)
