@@ -178,7 +178,10 @@ class HostAverage(Average):
         self.staging = [torch.empty_like(t) for t in owned] if self.locked is None else self.locked.views
         self.stream = None if self.gpu is None else torch.cuda.Stream(self.gpu)
         self.copied = None if self.gpu is None else torch.cuda.Event()
-        self.worker = ThreadPoolExecutor(1, thread_name_prefix="scheduled_ema")
+        # Each thread has a current GPU of its own, at first the machine's first one, where waiting for an event would
+        # take some hundred MB for a context.
+        on_gpu = {} if self.gpu is None else {"initializer": torch.cuda.set_device, "initargs": (self.gpu,)}
+        self.worker = ThreadPoolExecutor(1, thread_name_prefix="scheduled_ema", **on_gpu)
         self.work: Future[None] | None = None
 
     def _place(self, tensor: Tensor) -> Tensor:
