@@ -71,6 +71,7 @@ def variables(library: Path) -> dict[str, str]:
         "TRITON_LIBCUDA_PATH": str(library.parent),
         "TRITON_CACHE_DIR": str(library.parent / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(library.parent / "inductor"),
+        "PYTHONFAULTHANDLER": "1",  # prints the line that touches what a copy has not written, or not read, yet
     }
 
 

@@ -64,7 +64,7 @@ def seen(request, stub_gpu, tmp_path_factory):
     )
     file = folder / "seen.0.json"
     found = json.loads(file.read_text()) if file.is_file() else {}
-    missing = {"error": "it was not reached:\n" + done.stdout[-2000:] + done.stderr[-4000:]}
+    missing = {"error": "it was not reached:\n" + done.stdout[-2000:] + done.stderr[-12000:]}
     return {tuple(name.split()): found.get(name, missing) for name in plan}
 
 
