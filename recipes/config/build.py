@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from data.manifest import Manifest
-from recipes.config.components import BASES
+from recipes.config.components import BASES, NAMED
 from recipes.config.entry_points import all_components
 from recipes.config.schema import Checker, Component, read_signature
 
@@ -51,7 +51,8 @@ def build(component: Any, **context: Any) -> Any:
 def _check_kind(component: Component, built: Any) -> None:
     """
     Raises:
-        ValueError: not what the group needs, such as a lever in the place of a callback, whose hooks nothing calls.
+        ValueError: not what the group needs, such as a lever in the place of a callback, whose hooks nothing calls, or
+            a network that exports would record under another name, by which they are opened as something else.
     """
     base = BASES.get(component.group)
     if base is not None and not isinstance(built, imported(base)):
@@ -60,6 +61,12 @@ def _check_kind(component: Component, built: Any) -> None:
         raise ValueError(
             f"{component.target} returns {what}, and the group {component.group} needs an instance of {name} "
             f"({module}); see docs/extending.md"
+        )
+    name = getattr(built, "name", None)
+    if component.group in NAMED and name != component.name:
+        raise ValueError(
+            f"the attribute `name` of {type(built).__name__} ({type(built).__module__}) is {name!r}; set it to "
+            f"{component.name!r}, by which exports record it"
         )
 
 

@@ -116,3 +116,6 @@ BASES = {
     "algorithm": "recipes.training.lever:Lever",
     "callback": "recipes.training.callback:Callback",
 }
+
+# The groups whose objects have their name in recipes as an attribute `name`, by which exports record and open them.
+NAMED = ("denoiser", "objective")

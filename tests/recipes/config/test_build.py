@@ -71,6 +71,17 @@ def test_what_a_builder_refuses_names_its_key(made, path, said):
     assert error.traceback[-1].path.name != "build.py"  # where it was refused is not hidden
 
 
+@pytest.mark.parametrize(("made", "own"), [(denoiser, "unet"), (objective, "ddpm")])
+def test_exports_would_open_what_has_the_name_of_another_as_that(made, own):
+    """Such as a subclass of your own that inherits its `name`."""
+    found = made()
+    object.__setattr__(found, "name", "mine.other")
+    with pytest.raises(
+        ValueError, match=f"^{found.group}: the attribute `name` of .* is '{own}'; set it to 'mine.other'"
+    ):
+        build(found)
+
+
 def test_meta_takes_no_memory():
     model = build_on_meta(task(denoiser=denoiser(channels=[4096, 4096]), objective=objective()))
     assert all(p.is_meta for p in model.parameters())
