@@ -23,6 +23,7 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 import torch
 from torch import nn
 
+from benchmarks.options import positive
 from benchmarks.reporting import keep_results, reason, write_results
 from benchmarks.timing import times, training_device
 from recipes.algorithms.sixteen_bit.adam16 import Adam16
@@ -52,9 +53,9 @@ def grouped(found: list[nn.Parameter]) -> list[dict]:
 def main(arguments: list[str] | None = None) -> None:
     gpu = training_device().type == "cuda"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--width", type=int, default=1920 if gpu else 512)
-    parser.add_argument("--layers", type=int, default=24 if gpu else 2)
-    parser.add_argument("--rounds", type=int, default=30 if gpu else 10, help="measured steps of each alternative")
+    parser.add_argument("--width", type=positive, default=1920 if gpu else 512)
+    parser.add_argument("--layers", type=positive, default=24 if gpu else 2)
+    parser.add_argument("--rounds", type=positive, default=30 if gpu else 10, help="measured steps of each alternative")
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
 

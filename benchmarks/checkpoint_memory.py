@@ -37,6 +37,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.options import positive
 from benchmarks.reporting import write_results
 from callbacks.divided_weights import host_bytes
 from callbacks.export import Export
@@ -186,10 +187,12 @@ def read_here(folder: Path, name: str) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=7, help="of the transformer, whose width is 1920")
+    parser.add_argument("--layers", type=positive, default=7, help="of the transformer, whose width is 1920")
     parser.add_argument("--folder", type=path_of, help="for files of 26 bytes per parameter (default: that of TMPDIR)")
     parser.add_argument("--part", help=argparse.SUPPRESS)  # of a process that this one starts
     options = parser.parse_args()
+    if options.folder is not None and not options.folder.is_dir():
+        parser.error(f"--folder: there is no folder {options.folder}")
     if options.part == "rank":
         return on_rank(options.layers, options.folder)
     if options.part is not None:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.flex_blocks import NARROW, block_share, narrow_attend
+from benchmarks.options import positive
 from benchmarks.reporting import keep_results, reason, write_results
 from benchmarks.timing import gpu_seconds, training_device
 from recipes.models.autoregressive.flex import BLOCK
@@ -218,8 +219,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--size", choices=list(SIZES), default="1b" if device.gpu else "small")
-    parser.add_argument("--batch", type=int, default=16 if device.gpu else 2, help="batch size")
-    parser.add_argument("--rounds", type=int, default=20 if device.gpu else 5, help="measured steps")
+    parser.add_argument("--batch", type=positive, default=16 if device.gpu else 2, help="batch size")
+    parser.add_argument("--rounds", type=positive, default=20 if device.gpu else 5, help="measured steps")
     parser.add_argument("--attention", choices=["auto", "flex", "local", "masked"], default="auto")
     options = parser.parse_args(arguments)
     torch.manual_seed(0)

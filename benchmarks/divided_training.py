@@ -44,6 +44,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks.gpu_run.context import Context
 from benchmarks.gpu_run.subjects import LIGHTNING, SMALL_DECODER, SMALL_UNET, SUBJECTS, register_data
 from benchmarks.gpu_run.trained import measure
+from benchmarks.options import positive
 from benchmarks.reporting import keep_results, reason, write_results
 from benchmarks.steady import free_memory, shared_folder
 from data.cost import count_text
@@ -349,7 +350,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--precisions", nargs="+", choices=list(TOLERANCES), default=list(TOLERANCES))
     parser.add_argument("--only", nargs="+", default=[], metavar="WAY", help="only ways whose names begin so")
-    parser.add_argument("--steps", type=int, default=6, help="steps of the comparison of numbers")
+    parser.add_argument("--steps", type=positive, default=6, help="steps of the comparison of numbers")
     parser.add_argument("--small", action="store_true", default=not gpu, help="rates of tiny sizes (default on a CPU)")
     options = parser.parse_args(arguments)
     dist.initialize_dist("gpu" if gpu else "cpu", timeout=600.0)

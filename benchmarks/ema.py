@@ -22,6 +22,7 @@ import torch
 from composer.algorithms.ema.ema import EMAParameters, compute_ema
 
 from benchmarks.norms import SD2
+from benchmarks.options import positive
 from benchmarks.reporting import write_results
 from benchmarks.timing import times, training_device
 from recipes.algorithms.averaging.average import Average, HostAverage
@@ -38,7 +39,9 @@ def main(arguments: list[str] | None = None) -> None:
     gpu = training_device().type == "cuda"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(SIZES), default="sd2" if gpu else "small")
-    parser.add_argument("--rounds", type=int, default=50 if gpu else 20, help="measured updates of each alternative")
+    parser.add_argument(
+        "--rounds", type=positive, default=50 if gpu else 20, help="measured updates of each alternative"
+    )
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
     with torch.device("cuda" if gpu else "cpu"):

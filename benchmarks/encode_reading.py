@@ -43,6 +43,7 @@ from torch import Tensor
 from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms.v2 import InterpolationMode, functional
 
+from benchmarks.options import positive
 from benchmarks.reporting import write_results
 from data.sources.base import InputShard
 from data.sources.filters import Filter
@@ -166,9 +167,9 @@ def psnr(a: Tensor, b: Tensor) -> float:
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", default=["640x480", "1024x768", "1600x1200"], metavar="WxH")
-    parser.add_argument("--resolutions", nargs="+", type=int, default=[256, 512])
-    parser.add_argument("--images", type=int, default=64, help="per tar")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--resolutions", nargs="+", type=positive, default=[256, 512])
+    parser.add_argument("--images", type=positive, default=64, help="per tar")
+    parser.add_argument("--rounds", type=positive, default=5)
     options = parser.parse_args(arguments)
     for size in options.sizes:
         if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", size):

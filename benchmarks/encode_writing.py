@@ -33,6 +33,7 @@ from streaming import MDSWriter
 from torch.utils.data import IterableDataset
 
 from benchmarks.discarding_store import discarding_store
+from benchmarks.options import positive
 from benchmarks.reporting import write_results
 from data.files import to_disk
 from data.helper_process import HelperProcess
@@ -131,7 +132,7 @@ def write(
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=positive, default=7)
     rounds = parser.parse_args(argv).rounds
     torch.set_num_threads(1)
     load = os.getloadavg()[0]

@@ -30,6 +30,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.options import positive
+
 COLUMNS = {
     "key": "str",
     "caption": "str",
@@ -281,13 +283,13 @@ def measured(root: Path, part: str, folder: Path, pause: float = 0.0, workers: i
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shards", type=int, default=20_000, help="of the set that is merged")
-    parser.add_argument("--files", type=int, default=1, help="MDS files of each of these")
-    parser.add_argument("--index", type=int, default=100_000, help="MDS files in the index that is opened")
-    parser.add_argument("--large", type=int, default=12, help="MDS files of 64 MB of the set that is verified")
+    parser.add_argument("--shards", type=positive, default=20_000, help="of the set that is merged")
+    parser.add_argument("--files", type=positive, default=1, help="MDS files of each of these")
+    parser.add_argument("--index", type=positive, default=100_000, help="MDS files in the index that is opened")
+    parser.add_argument("--large", type=positive, default=12, help="MDS files of 64 MB of the set that is verified")
     parser.add_argument("--pause", type=float, default=0.5, help="milliseconds of a look-up in the imitated network")
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workers", type=positive, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--against", help="another checkout, whose code is measured in turns")
     parser.add_argument("--child", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -298,6 +300,8 @@ def main(argv: list[str] | None = None) -> None:
         return
     from benchmarks.reporting import write_results
 
+    if options.against and not (Path(options.against).expanduser() / "precompute" / "survey.py").is_file():
+        parser.error(f"--against: {options.against} is no checkout of this repository")
     load = os.getloadavg()[0]
     rows = []
     with tempfile.TemporaryDirectory(prefix="shards-") as temporary:

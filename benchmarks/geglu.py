@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.norms import copy_rate
+from benchmarks.options import positive
 from benchmarks.reporting import reason, write_results
 from benchmarks.timing import milliseconds, training_device
 from recipes.models.kernels.geglu import geglu, reference
@@ -66,7 +67,7 @@ def main(words: list[str] | None = None) -> None:
     device = training_device()
     gpu = device.type == "cuda"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=64 if gpu else 2, help="images")
+    parser.add_argument("--batch", type=positive, default=64 if gpu else 2, help="images")
     parser.add_argument("--seconds", type=float, default=0.3, help="seconds per measurement")
     parser.add_argument("--uncompiled", action="store_true", help="without compiled PyTorch")
     options = parser.parse_args(words)

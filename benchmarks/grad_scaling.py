@@ -41,6 +41,7 @@ from matplotlib.figure import Figure
 
 from benchmarks import scalings
 from benchmarks.baseline import LossRecord
+from benchmarks.options import positive
 from benchmarks.reporting import write_results
 from benchmarks.steady import watch
 from callbacks.charts import DPI, write_chart
@@ -174,10 +175,10 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=path_of, default=OPENMOJI / "tokens", help="folder with train/ and val/")
     parser.add_argument("--vocabulary", type=path_of, default=OPENMOJI / "vocabulary.json", help="of the captions")
-    parser.add_argument("--layers", type=int, default=6, help="attention layers, each with an MLP")
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--batches", type=int, default=400, help="batches per run")
-    parser.add_argument("--batch", type=int, default=8, help="samples per batch")
+    parser.add_argument("--layers", type=positive, default=6, help="attention layers, each with an MLP")
+    parser.add_argument("--width", type=positive, default=64)
+    parser.add_argument("--batches", type=positive, default=400, help="batches per run")
+    parser.add_argument("--batch", type=positive, default=8, help="samples per batch")
     parser.add_argument("--spans", type=float, nargs="+", default=[0, 60], help="log2 of the decrease of gradients")
     room = "log2 of the margin between the largest counted gradients, scaled, and the end of fp16's range at the start"
     parser.add_argument("--room", type=int, default=9, help=room)

@@ -40,6 +40,7 @@ import torch
 from benchmarks.gpu_run.page import GOALS
 from benchmarks.gpu_run.subjects import NO_AVERAGE, SUBJECTS, recipe_for
 from benchmarks.gpu_run.trained import made_on
+from benchmarks.options import positive
 from benchmarks.reporting import write_results
 from benchmarks.steady import watch
 from benchmarks.stub_gpu.build import build, variables, why_not
@@ -226,7 +227,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     parser.add_argument("--averaging", action="store_true", help="measure the averaging of gradients instead")
-    parser.add_argument("--rounds", type=int, default=3, help="processes of each row (default: %(default)s)")
+    parser.add_argument("--rounds", type=positive, default=3, help="processes of each row (default: %(default)s)")
     parser.add_argument("--row", choices=list(SETTINGS | AVERAGING), help=argparse.SUPPRESS)  # on the stub GPU
     arguments = parser.parse_args()
     if arguments.row:

@@ -33,6 +33,8 @@ if __name__ == "__main__":
 
 import numpy as np
 
+from benchmarks.options import positive
+
 LONGEST = 600.0  # seconds after which a start that does not end is an error
 
 
@@ -65,7 +67,7 @@ def new_parser(description: str, what: str, kills: int) -> argparse.ArgumentPars
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", nargs="+", help=f"YAML of {what}, and overrides of its keys")
     parser.add_argument("--kills", type=int, default=kills)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--ranks", type=positive, nargs="+", default=[1, 2])
     parser.add_argument("--seed", type=int, default=0)
     return parser
 
@@ -220,4 +222,7 @@ def digests(out: Path) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except RuntimeError as error:  # of a start that was not killed; it has what that printed
+        sys.exit(f"killing: {error}")

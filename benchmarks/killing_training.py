@@ -300,4 +300,7 @@ def hashed(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except RuntimeError as error:  # of a start that was not killed; it has what that printed
+        sys.exit(f"killing_training: {error}")

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from benchmarks.counting import Launches, counting
 from benchmarks.gpu_run.numbers import batch_for
+from benchmarks.options import positive
 from benchmarks.reporting import write_results
 from recipes.algorithms.modules.fused_group_norm import fuse_group_norms
 from recipes.algorithms.powersgd.low_rank import LowRank
@@ -229,7 +230,7 @@ def row(name: str, step: Step) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", nargs="+", choices=list(NARROW), default=list(NARROW))
-    parser.add_argument("--passes", type=int, default=2, help="microbatches per step")
+    parser.add_argument("--passes", type=positive, default=2, help="microbatches per step")
     arguments = parser.parse_args()
     rows = []
     for name in arguments.recipes:

@@ -37,6 +37,7 @@ from composer.utils import dist
 
 from benchmarks import baseline
 from benchmarks.latent_sets import encoder_components, write_set
+from benchmarks.options import positive
 from benchmarks.reporting import write_results
 from benchmarks.steady import Steady, free_memory, on_first_rank, run_until, shared_folder
 from benchmarks.training import SIZES, flops, recipe_with
@@ -249,16 +250,20 @@ def main(arguments: list[str] | None = None) -> dict[int, dict[str, RowRuns]]:
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(SIZES), default="sd2" if gpu else "small")
-    parser.add_argument("--resolution", type=int, nargs="+", help="sides of the images in pixels")
-    parser.add_argument("--batch", type=int, help="samples per step, over all ranks")
-    parser.add_argument("--microbatch", type=int, help="samples per microbatch and device; default: all")
-    parser.add_argument("--samples", type=int, help="images in the set; default: four batches")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each row")
+    parser.add_argument("--resolution", type=positive, nargs="+", help="sides of the images in pixels")
+    parser.add_argument("--batch", type=positive, help="samples per step, over all ranks")
+    parser.add_argument("--microbatch", type=positive, help="samples per microbatch and device; default: all")
+    parser.add_argument("--samples", type=positive, help="images in the set; default: four batches")
+    parser.add_argument("--rounds", type=positive, default=3, help="runs of each row")
     parser.add_argument("--warm-up", type=int, default=20 if gpu else 3, help="steps before the first window")
-    parser.add_argument("--windows", type=int, default=5 if gpu else 4, help="windows per run")
-    parser.add_argument("--steps", type=int, default=10 if gpu else 1, help="steps per window")
+    parser.add_argument("--windows", type=positive, default=5 if gpu else 4, help="windows per run")
+    parser.add_argument("--steps", type=positive, default=10 if gpu else 1, help="steps per window")
     parser.add_argument("--skip", nargs="+", default=[], metavar="LEVER", help="names of levers to leave out")
     options = parser.parse_args(arguments)
+    if options.warm_up < 2:
+        parser.error(f"--warm-up: {options.warm_up}; give 2 or more")
+    if any(resolution % 64 for resolution in options.resolution or ()):
+        parser.error("--resolution: give multiples of 64")
     size = SIZES[options.size]
     batch = options.batch or size.batch
     samples = options.samples or 4 * batch

@@ -36,9 +36,11 @@ import numpy as np
 import torch
 import webdataset
 from streaming import Stream, StreamingDataset
+from streaming.base.util import bytes_to_int
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks.options import positive
 from benchmarks.reporting import write_results
 from data.encoded_dataset import PREFETCH, key_seed, shared_blocks
 from data.latents import LatentDataset
@@ -246,12 +248,16 @@ def goals(measured: list[dict[str, Any]]) -> dict[str, bool]:
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=1500)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--samples", type=positive, default=1500)
+    parser.add_argument("--batch", type=positive, default=64)
+    parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--seconds", type=float, default=1.0, help="minimum duration of a round of one reader")
     parser.add_argument("--shard-size", default="64mb", help="size of the MDS shards")
     arguments = parser.parse_args(argv)
+    try:
+        bytes_to_int(arguments.shard_size)
+    except ValueError:
+        parser.error(f"--shard-size: {arguments.shard_size}; give a size, such as 16mb")
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "The given buffer is not writable")  # nor is it written to
     load = os.getloadavg()[0]

@@ -38,6 +38,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.namespaces import Machine, Unavailable, two_machines
 from benchmarks.network_settings import MeasuredRun, Settings, Variant
+from benchmarks.options import positive
 from benchmarks.reporting import write_results
 from callbacks.charts import DPI, write_chart
 
@@ -184,14 +185,14 @@ def draw(runs: list[MeasuredRun], limits: dict[str, float | None], title: str, p
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", type=float, nargs="+", default=[100, 300, 1000, 3000, 10000], help="Mbit/s")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[96, 48, 16], help="ranks of the compression")
-    parser.add_argument("--width", type=int, default=384, help="width of the transformer, a multiple of 64")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=16, help="samples of 88 tokens per step, over both machines")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each variant at each rate")
+    parser.add_argument("--ranks", type=positive, nargs="+", default=[96, 48, 16], help="ranks of the compression")
+    parser.add_argument("--width", type=positive, default=384, help="width of the transformer, a multiple of 64")
+    parser.add_argument("--layers", type=positive, default=4)
+    parser.add_argument("--batch", type=positive, default=16, help="samples of 88 tokens per step, over both machines")
+    parser.add_argument("--rounds", type=positive, default=3, help="runs of each variant at each rate")
     parser.add_argument("--warm-up", type=int, default=2, help="steps of a run before the measurement")
-    parser.add_argument("--steps", type=int, default=5, help="measured steps per run")
-    parser.add_argument("--threads", type=int, default=1, help="threads per machine")
+    parser.add_argument("--steps", type=positive, default=5, help="measured steps per run")
+    parser.add_argument("--threads", type=positive, default=1, help="threads per machine")
     parser.add_argument("--emulate", action="store_true", help="without namespaces: the time on the cable is computed")
     parser.add_argument("--note", default="", help="a remark for the table, such as other load on the machine")
     options = parser.parse_args(arguments)

@@ -29,6 +29,7 @@ import torch
 
 from benchmarks import wide_norms
 from benchmarks.baseline import LossRecord
+from benchmarks.options import positive
 from benchmarks.reporting import write_results
 from benchmarks.steady import watch
 from data.log import log
@@ -59,8 +60,8 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--latents", type=path_of, default=OPENMOJI, help="folder with train/ and val/")
-    parser.add_argument("--batches", type=int, default=2000 if gpu else 100, help="batches per run")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each kind")
+    parser.add_argument("--batches", type=positive, default=2000 if gpu else 100, help="batches per run")
+    parser.add_argument("--seeds", type=positive, default=3, help="runs of each kind")
     parser.add_argument("changes", nargs="*", help="key=value overrides of the recipe")
     options = parser.parse_args(arguments)
     if options.seeds < 2:

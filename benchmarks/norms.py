@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.reporting import write_results
+from benchmarks.options import positive
+from benchmarks.reporting import reason, write_results
 from benchmarks.timing import milliseconds, training_device
 from benchmarks.wide_norms import GroupNorm32
 from data.log import log
@@ -212,9 +213,11 @@ def row(way: str, shape: str, count: int, values: tuple, least: float, rate: flo
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, help="small on a CPU, sd2 on a GPU")
-    parser.add_argument("--batch", type=int, help="batch size")
+    parser.add_argument("--batch", type=positive, help="batch size")
     parser.add_argument("--seconds", type=float, default=0.3, help="seconds per measurement")
-    parser.add_argument("--most", type=int, metavar="N", help="only the N shapes with most of the network's traffic")
+    parser.add_argument(
+        "--most", type=positive, metavar="N", help="only the N shapes with most of the network's traffic"
+    )
     parser.add_argument("--tune", action="store_true", help="only the fused kernels, with other tile sizes and splits")
     arguments = parser.parse_args(words)
     device = training_device()
@@ -236,7 +239,8 @@ def main(words: list[str] | None = None) -> None:
             try:
                 values = measure(way, make, shape, config.get("norm_groups", 32), batch, arguments.seconds, device)
             except Exception as error:  # a compiler, or a package that some machines have; others still count
-                log.info(f"{way}: does not run here ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})")
+                log.info(f"{way}: does not run here ({reason(error)})")
+                totals.append({"shape": "all", "count": shapes.total(), "way": way, "forward ms": reason(error)})
                 break
             lines.append((shape, count, values, least))
         else:

@@ -37,6 +37,7 @@ from benchmarks.attention_calls import SPAN, WAYS, Call, attention_by, scores_by
 from benchmarks.gpu_run.encoding import profiled
 from benchmarks.gpu_run.operators import is_work, kernels_of, kind_of
 from benchmarks.launches import narrow_recipe
+from benchmarks.options import positive
 from benchmarks.random_encoders import VAES, new_vae
 from benchmarks.reporting import keep_results, write_results
 from benchmarks.timing import times, training_device
@@ -362,8 +363,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--parts", nargs="+", choices=["counts", "times"], default=["counts", "times"])
     parser.add_argument("--size", choices=["small", "published"], default="published" if gpu else "small")
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
-    parser.add_argument("--batch", type=int, default=1, help="samples of a call")
-    parser.add_argument("--rounds", type=int, default=10 if gpu else 5, help="measured calls of each way")
+    parser.add_argument("--batch", type=positive, default=1, help="samples of a call")
+    parser.add_argument("--rounds", type=positive, default=10 if gpu else 5, help="measured calls of each way")
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
     if "counts" in options.parts:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks.latent_sets import write_set
+from benchmarks.options import positive
 from benchmarks.reporting import write_results
 from benchmarks.steady import Steady, free_memory, on_first_rank, run_until, shared_folder
 from benchmarks.training import SIZES, recipe_with
@@ -92,10 +93,10 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(SIZES), default="sd2" if gpu else "small")
-    parser.add_argument("--batch", type=int, help="samples per step, over all ranks")
-    parser.add_argument("--rounds", type=int, default=4, help="runs of each alternative")
-    parser.add_argument("--windows", type=int, default=4, help="windows per run")
-    parser.add_argument("--steps", type=int, default=20 if gpu else 2, help="steps per window")
+    parser.add_argument("--batch", type=positive, help="samples per step, over all ranks")
+    parser.add_argument("--rounds", type=positive, default=4, help="runs of each alternative")
+    parser.add_argument("--windows", type=positive, default=4, help="windows per run")
+    parser.add_argument("--steps", type=positive, default=20 if gpu else 2, help="steps per window")
     options = parser.parse_args(arguments)
     size = SIZES[options.size]
     batch, resolution = options.batch or size.batch, size.resolutions[0]

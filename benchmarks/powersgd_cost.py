@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.utils.distributed import get_free_port
 
+from benchmarks.options import positive
 from benchmarks.reporting import write_results
 from benchmarks.timing import times, training_device
 from data.log import log
@@ -111,18 +112,21 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     device = training_device()
     gpu = device.type == "cuda"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--widths", type=int, nargs="+", default=[1920, 2688, 3968] if gpu else [512])
+    parser.add_argument("--widths", type=positive, nargs="+", default=[1920, 2688, 3968] if gpu else [512])
     ranks = [512, 640, 896] if gpu else [128]
-    parser.add_argument("--ranks", type=int, nargs="+", default=ranks, help="one rank per width")
-    parser.add_argument("--shards", type=int, default=8, help="devices per machine")
-    parser.add_argument("--batch", type=int, default=8 if gpu else 1, help="samples per device")
-    parser.add_argument("--rounds", type=int, default=50 if gpu else 10)
+    parser.add_argument("--ranks", type=positive, nargs="+", default=ranks, help="one rank per width")
+    parser.add_argument("--shards", type=positive, default=8, help="devices per machine")
+    parser.add_argument("--batch", type=positive, default=8 if gpu else 1, help="samples per device")
+    parser.add_argument("--rounds", type=positive, default=50 if gpu else 10)
     options = parser.parse_args(arguments)
     if len(options.widths) != len(options.ranks):
         parser.error(f"--ranks: {len(options.ranks)} for {len(options.widths)} widths; give one rank per width")
     wrong = [w for w in options.widths if w % 64 or w % options.shards]
     if wrong:
         parser.error(f"--widths: {wrong[0]} is not a multiple of 64 (the size of a head) and {options.shards} shards")
+    few = [r for r in options.ranks if r < options.shards]
+    if few:
+        parser.error(f"--ranks: {few[0]} leaves no rank to each of {options.shards} shards; give that or more")
     torch.manual_seed(0)
     started = not dist.is_initialized()
     if started:

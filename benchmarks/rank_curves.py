@@ -33,6 +33,7 @@ from composer.utils import dist
 from matplotlib.figure import Figure
 
 from benchmarks.network_rank import bytes_by_formula
+from benchmarks.options import positive
 from benchmarks.reporting import write_results
 from benchmarks.steady import free_memory, run_until, shared_folder
 from callbacks.charts import DPI, write_chart
@@ -106,9 +107,11 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=path_of, default=OPENMOJI / "tokens", help="folder with train/ and val/")
     parser.add_argument("--vocabulary", type=path_of, default=OPENMOJI / "vocabulary.json")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 32, 16, 8, 4], help="ranks of the compression")
-    parser.add_argument("--batches", type=int, default=150, help="batches per run")
-    parser.add_argument("--window", type=int, default=20, help="batches averaged per point of a curve")
+    parser.add_argument(
+        "--ranks", type=positive, nargs="+", default=[64, 32, 16, 8, 4], help="ranks of the compression"
+    )
+    parser.add_argument("--batches", type=positive, default=150, help="batches per run")
+    parser.add_argument("--window", type=positive, default=20, help="batches averaged per point of a curve")
     parser.add_argument("--note", default="", help="a remark for the table, such as other load on the machine")
     parser.add_argument("changes", nargs="*", help="key=value overrides of the recipe")
     options = parser.parse_args(arguments)

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from benchmarks.options import positive
 from benchmarks.reporting import write_results
 from benchmarks.timing import times, training_device
 from data.cost import FLOAT
@@ -115,14 +116,16 @@ def measure(layers: dict[str, int], options: argparse.Namespace, device: torch.d
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--width", type=int, default=1920 if gpu else 256, help="a multiple of 64")
-    parser.add_argument("--layers", type=int, default=12 if gpu else 2)
-    parser.add_argument("--side", type=int, default=32 if gpu else 8, help="of the grid of image tokens")
-    parser.add_argument("--vocabulary", type=int, default=8192 if gpu else 512, help="of text, and of image codes")
-    parser.add_argument("--batch", type=int, default=8, help="samples, the same on all devices")
-    parser.add_argument("--rounds", type=int, default=20 if gpu else 10)
+    parser.add_argument("--width", type=positive, default=1920 if gpu else 256, help="a multiple of 64")
+    parser.add_argument("--layers", type=positive, default=12 if gpu else 2)
+    parser.add_argument("--side", type=positive, default=32 if gpu else 8, help="of the grid of image tokens")
+    parser.add_argument("--vocabulary", type=positive, default=8192 if gpu else 512, help="of text, and of image codes")
+    parser.add_argument("--batch", type=positive, default=8, help="samples, the same on all devices")
+    parser.add_argument("--rounds", type=positive, default=20 if gpu else 10)
     parser.add_argument("--note", default="", help="a remark for the table, such as other load on the machine")
     options = parser.parse_args(arguments)
+    if options.width % 64 or options.side < 2:
+        parser.error("--width must be a multiple of 64, --side 2 or more")
     device = start()
     world = dist.get_world_size()
     counts = [n for n in (1, 2, 4, 8) if n <= world and (options.width // 64) % n == 0]

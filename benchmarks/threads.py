@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # This script's folder must not stay on the import path: its files would hide other packages' modules.
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
+from benchmarks.options import positive
 from benchmarks.reporting import write_results
 
 BATCH = 16
@@ -109,7 +110,7 @@ def busy(count: int) -> Iterator[None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--spins", type=int, nargs="*", default=[1000], help="spin counts to try")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements per setting (default: %(default)s)")
+    parser.add_argument("--rounds", type=positive, default=3, help="measurements per setting (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=6.0, help="length of each (default: %(default)s)")
     parser.add_argument("--work", type=float, help=argparse.SUPPRESS)  # a process that measures
     options = parser.parse_args()

@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from benchmarks.loader import cpu_clock
+from benchmarks.options import positive
 from benchmarks.reporting import write_results
 from data.bpe import Vocabulary
 from data.bpe_training import train
@@ -168,15 +169,18 @@ def run(folder: Path, vocabulary: Tokenizer, batch: int, rounds: int, seconds: f
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=6000)
-    parser.add_argument("--words", type=int, default=12, help="average number of words per caption")
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--samples", type=positive, default=6000)
+    parser.add_argument("--words", type=positive, default=12, help="average number of words per caption")
+    parser.add_argument("--batch", type=positive, default=64)
+    parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--seconds", type=float, default=0.5, help="minimum seconds per round and reader")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
-    vocabulary = train(captions(20 * arguments.samples, arguments.words), ENTRIES)
+    try:
+        vocabulary = train(captions(20 * arguments.samples, arguments.words), ENTRIES)
+    except ValueError as error:
+        parser.error(f"--samples {arguments.samples}, --words {arguments.words}: too few for a vocabulary; {error}")
     with tempfile.TemporaryDirectory(prefix="tokens-") as folder:
         write(Path(folder, "mds"), captions(arguments.samples, arguments.words))
         rows = run(Path(folder), vocabulary, arguments.batch, arguments.rounds, arguments.seconds)

@@ -26,3 +26,20 @@ def test_a_way(way):
     assert line["count"] == 3 and line["moved"].endswith("x")
     line = norms.row(way, "all", 3, (2.0, 6.0, kept, None), 3e6, 1e9)
     assert (line["forward ms"], line["backward ms"], line["GB/s"], line["of copy"]) == (2.0, 4.0, 0.5, "50%")
+
+
+def test_a_way_that_does_not_run_here_is_a_row(monkeypatch, tmp_path):
+    def broken(*arguments):
+        def function(x):
+            raise RuntimeError("no compiler\nand more")
+
+        return function
+
+    found = {}
+    monkeypatch.setattr(norms, "copy_rate", lambda device, seconds: 1e9)
+    monkeypatch.setattr(norms, "ways", lambda on_gpu, tune: {"compiled": broken, "fine": lambda *_: lambda x: 2 * x})
+    monkeypatch.setattr(norms, "write_results", lambda name, size, rows, notes: found.update(rows=rows))
+    norms.main(["--most", "1", "--seconds", "0"])
+    first, second, _ = found["rows"]
+    assert first == {"shape": "all", "count": 5, "way": "compiled", "forward ms": "RuntimeError: no compiler and more"}
+    assert second["way"] == "fine" and second["count"] == first["count"]
