@@ -12,7 +12,7 @@ from torchmetrics import Metric
 
 from data.loading import WEIGHT
 from recipes.engines.metrics import Figure, figures_of
-from recipes.models.task import Task
+from recipes.models.task import Task, losses_of
 
 
 class ComposerTask(ComposerModel):
@@ -33,7 +33,7 @@ class ComposerTask(ComposerModel):
             return self.task(batch)
 
     def loss(self, outputs: dict[str, Tensor], batch: Any) -> dict[str, Tensor]:
-        return outputs
+        return losses_of(self.task, outputs)
 
     def eval_forward(self, batch: dict[str, Tensor], outputs: Any = None) -> dict[str, Tensor]:
         with self.autocast():

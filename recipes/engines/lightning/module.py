@@ -15,6 +15,7 @@ from recipes.engines.lightning.data import EvalBatches, RunBatches
 from recipes.engines.lightning.hook_calls import BetweenBatches, HookCalls
 from recipes.engines.lightning.run import LightningRun
 from recipes.engines.parts import Parts
+from recipes.models.task import losses_of
 from recipes.training.microbatches import samples_of, split
 from recipes.training.ranks import all_reduce, rank, world_size
 from recipes.training.transfer import HostCopy
@@ -129,7 +130,7 @@ class TaskModule(pl.LightningModule):
         run = self._run
         self._hooks.call("before_forward")
         with run.autocast():
-            losses = run.module(run.batch)
+            losses = losses_of(run.task, run.module(run.batch))
         self._hooks.call("after_forward")
         self._hooks.call("before_backward")
         total = losses["total"]

@@ -8,7 +8,8 @@ import torch
 from recipes.config.build import build, build_on_meta
 from recipes.config.components import COMPONENTS
 from recipes.config.schema import Checker
-from recipes.models.task import Task
+from recipes.engines.composer.model import ComposerTask
+from recipes.models.task import Task, losses_of
 
 DENOISER = {"channels": [16, 16], "attention": [False, True], "heads": [1, 2], "text_width": 12}
 DENOISER |= {"name": "unet", "blocks": 1, "norm_groups": 8}
@@ -148,3 +149,15 @@ def test_it_can_be_built_without_memory(name):
     task = build_on_meta(component(name))
     assert all(parameter.is_meta for parameter in task.parameters())
     assert task.export_record() == new(name).export_record()
+
+
+@pytest.mark.parametrize(
+    ("outputs", "found"), [({"loss": 1.0, "other": 2.0}, "only loss, other"), (torch.ones(()), "Tensor")]
+)
+def test_losses_without_a_total_are_refused_by_both_engines(outputs, found):
+    """Composer would minimise the sum of what there is."""
+    task = Task()
+    for losses in (lambda: ComposerTask(task).loss(outputs, None), lambda: losses_of(task, outputs)):
+        with pytest.raises(ValueError, match=f"^model: forward of Task .* returns {found}; return a dict of scalars"):
+            losses()
+    assert ComposerTask(task).loss({"total": 1.0}, None) == {"total": 1.0}
