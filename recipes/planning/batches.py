@@ -32,6 +32,8 @@ def blank_batch(recipe: Recipe, task: Task, samples: int) -> dict[str, Tensor]:
         ValueError: a model family whose batches are not known here, or a set of another kind.
     """
     needs, args = task.requirements(), recipe.data.args
+    if recipe.model.name == "latent_diffusion" and "resolution" not in args:
+        raise ValueError(f"data.name: plan.py knows the batches of latents, not those of {recipe.data.name}")
     sizes = encoded_sizes(recipe) if recipe.model.name == "latent_diffusion" else {}
     with torch.device("meta"):
         if recipe.model.name == "latent_diffusion":

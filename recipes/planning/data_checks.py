@@ -200,8 +200,8 @@ def _folder(stream: Component) -> Path | None:
 
 
 def _workers(data: Component) -> int:
-    default = read_signature(data.target).parameters["workers"].default
-    return int(data.args.get("workers", default))
+    known = read_signature(data.target).parameters
+    return int(data.args.get("workers", known["workers"].default)) if "workers" in known else 0
 
 
 def _local_world() -> int:

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe, load_config
+from recipes.config.values import Component
 from recipes.planning.batches import blank_batch, sample_bytes
 from recipes.planning.devices import Devices
 from recipes.planning.divided_run import BLOCKS, WORKSPACE, Cluster
@@ -68,6 +69,12 @@ def test_any_number_of_samples_follows_from_two(recipe, planner):
     for way in PASSES:
         assert sum(o.bytes for o in getattr(line, way)) == sum(o.bytes for o in getattr(direct, way)), way
     assert sum(o.flops for o in line.backward) == sum(o.flops for o in direct.backward)
+
+
+def test_the_batches_of_data_of_your_own_are_not_known(recipe, planner):
+    own = dataclasses.replace(recipe, data=Component("data", "mine.random", {"count": 64}, "mine:random", "data"))
+    with pytest.raises(ValueError, match="^data.name: plan.py knows the batches of latents, not those of mine.random"):
+        blank_batch(own, planner.task, 3)
 
 
 class TwoLayers(nn.Module):

@@ -235,6 +235,14 @@ def test_shards(small_recipe, latent_sets, tmp_path, monkeypatch, batch, workers
     assert found.level == level and text in found.text
 
 
+def test_shards_of_data_of_your_own_that_has_no_workers(small_recipe, tmp_path):
+    recipe = small_recipe(tmp_path / "run")
+    recipe.data.args.pop("workers")
+    object.__setattr__(recipe.data, "target", "data.encoded_sets:local_set")  # a builder without the key
+    (found,) = shards(recipe)
+    assert (found.level, found.text) == ("ok", "data: 4 shards, 1 machine, 0 workers")
+
+
 def test_the_order_of_an_epoch_in_shared_memory(small_recipe, tmp_path, monkeypatch):
     recipe = small_recipe(tmp_path / "run", "data.workers=1")
     for free, level in ((320, "ok"), (319, "warning")):  # for 40 samples
