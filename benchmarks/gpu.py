@@ -198,7 +198,11 @@ def main(arguments: list[str] | None = None) -> Records | None:
     parser.add_argument("--place", type=path_of, metavar="RECORDS", help="only write the tables of these records")
     options = parser.parse_args(arguments)
     began = time.monotonic()
+    if options.out and options.out.exists() and not options.out.is_dir():
+        parser.error(f"--out: {options.out} is a file; give a folder")
     if options.place:
+        if not options.place.is_file():
+            parser.error(f"--place: there is no file {options.place}")
         try:
             place(Records(options.place))
         except ValueError as error:

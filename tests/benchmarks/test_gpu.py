@@ -410,6 +410,21 @@ def test_what_is_not_there_is_refused(unprepared, capsys):
         assert "PyTorch sees no GPU" in capsys.readouterr().err
 
 
+def test_paths_that_are_mistakes_are_refused_in_one_line(unprepared, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    for arguments, words in (
+        (
+            ["--small", "--device", "cpu", "--out", f"{tmp_path}/file"],
+            f"--out: {tmp_path}/file is a file; give a folder",
+        ),
+        (["--place", f"{tmp_path}/none/gpu.jsonl"], f"--place: there is no file {tmp_path}/none/gpu.jsonl"),
+    ):
+        with pytest.raises(SystemExit):
+            gpu.main(arguments)
+        assert words in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
 def test_the_second_half_of_a_whole_encode_job_is_measured(tmp_path):
     context = Context(tmp_path, True)
     encode_job.rates(context, resolution=64, sizes=[(96, 72)], images=8)
