@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from PIL import Image
@@ -118,6 +118,7 @@ class Position:
     key: str = field(default="", compare=False)
 
 
+@runtime_checkable
 class Source(Protocol):
     """A set of images with captions, divided into shards.
 

@@ -110,6 +110,7 @@ BASES = {
     "denoiser": "recipes.models.latent_diffusion.denoiser:Denoiser",
     "objective": "recipes.models.latent_diffusion.objective:Objective",
     "data": "data.loading:Loading",
+    "source": "data.sources.base:Source",
     "image_encoder": "recipes.encoders.base:ImageEncoder",
     "text_encoder": "recipes.encoders.base:TextEncoder",
     "optimizer": "torch.optim:Optimizer",

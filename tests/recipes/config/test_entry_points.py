@@ -70,7 +70,10 @@ def test_a_component_of_a_package_is_checked_and_then_built(package, capsys):
     assert capsys.readouterr().err == "error: callbacks.n: norm: every: 0; give 1 or more\n"
 
 
-@pytest.mark.parametrize(("group", "kind"), [("algorithm", "Lever"), ("model", "Task"), ("optimizer", "Optimizer")])
+@pytest.mark.parametrize(
+    ("group", "kind"),
+    [("algorithm", "Lever"), ("model", "Task"), ("optimizer", "Optimizer"), ("source", "Source")],
+)
 def test_a_component_in_the_wrong_group_is_not_left_out_silently(package, group, kind):
     folder = package(CALLBACK.replace("callback", group))
     (folder / "__init__.py").write_text("")
