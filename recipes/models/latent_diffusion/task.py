@@ -12,7 +12,7 @@ from data.log import log
 from data.random_numbers import draws_of
 from recipes.models.config_files import read_object
 from recipes.models.latent_diffusion.denoiser import Denoiser
-from recipes.models.latent_diffusion.objective import Objective, seeded_noise
+from recipes.models.latent_diffusion.objective import Objective, Predict, seeded_noise
 from recipes.models.task import Task
 from recipes.models.tensor_plan import TensorPlan
 
@@ -80,7 +80,7 @@ class LatentDiffusion(Task):
         """
         x0 = batch["latents"]
         noise, times = self.objective.draw(x0, draws_of(batch, 1))
-        losses = self.objective(lambda x, t: self.denoiser(x, t, batch["text"]), x0, noise, times)
+        losses = self.objective(self._predict(batch["text"]), x0, noise, times)
         return {"total": losses.mean()}
 
     @torch.no_grad()
@@ -101,8 +101,26 @@ class LatentDiffusion(Task):
         losses = {}
         for t in self.objective.eval_times:
             times = torch.full((len(x0),), t, device=x0.device)
-            losses[f"loss_t{t}"] = self.objective(lambda x, s: self.denoiser(x, s, batch["text"]), x0, noise, times)
+            losses[f"loss_t{t}"] = self.objective(self._predict(batch["text"]), x0, noise, times)
         return {"loss": torch.stack(list(losses.values())).mean(0), **losses}
+
+    def _predict(self, text: Tensor) -> Predict:
+        """The denoiser, given the text.
+
+        Raises:
+            ValueError: its prediction has another shape than the latents, to which the loss would stretch it.
+        """
+
+        def predict(latents: Tensor, times: Tensor) -> Tensor:
+            found = self.denoiser(latents, times, text)
+            if found.shape != latents.shape:
+                raise ValueError(
+                    f"model.denoiser: {self.denoiser.name} predicts {tuple(found.shape)} for latents of "
+                    f"{tuple(latents.shape)}; return the same shape"
+                )
+            return found
+
+        return predict
 
     def export(self, folder: Path) -> None:
         """Write the denoiser's folder and scheduler/, as diffusers' `from_pretrained` opens them."""

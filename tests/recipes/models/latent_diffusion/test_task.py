@@ -286,3 +286,14 @@ def test_keys_of_the_objective_are_not_the_models(key):
     name = key.split("=")[0]
     hint = f"did you mean `model.objective.{name}`?"
     assert error.value.lines == [f"model.{name}: unknown key of model `latent_diffusion`; {hint}"]
+
+
+@pytest.mark.parametrize("objective", [DDPM(steps=10, eval_timesteps=[5]), RectifiedFlow()])
+def test_a_prediction_of_another_shape_is_refused(objective, monkeypatch):
+    """The loss would stretch it to that of the latents."""
+    task = LatentDiffusion(denoiser=small().denoiser, objective=objective)
+    batch = {"latents": torch.randn(2, 4, 8, 8), "text": torch.randn(2, 3, 12), "seed": torch.arange(2)}
+    monkeypatch.setattr(task.denoiser, "forward", lambda latents, times, text: latents[:, :1])
+    for compute in (task, task.evaluate):
+        with pytest.raises(ValueError, match=r"^model.denoiser: unet predicts \(2, 1, 8, 8\) for latents of \(2, 4, 8"):
+            compute(batch)
