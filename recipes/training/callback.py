@@ -37,8 +37,11 @@ class PeriodicCallback(Callback):
             every: interval, such as "500ba"; None: only at the end of the run.
 
         Raises:
-            ValueError: not a duration, or not above 0.
+            ValueError: not a duration, or not above 0; or the subclass has no `act`.
         """
+        if type(self).act is PeriodicCallback.act:
+            kind = type(self)
+            raise ValueError(f"{kind.__name__} ({kind.__module__}) does nothing: define its method act(run)")
         self.due = Interval(every)
 
     def after_save(self, run: Run) -> None:
