@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from data.clip_words import bound
 from data.disk_errors import disk_error, disk_line
-from data.errors import WorkersError, one_line
+from data.errors import Outage, WorkersError, one_line
 from data.loading import Placement
 from data.log import log
 from data.picture_deaths import PictureDeaths
@@ -31,6 +31,17 @@ StreamPosition = tuple[int, tuple[tuple[int, int], ...]]
 
 class NotRead(WorkersError, ValueError):
     """A shard of the source could not be read, or no image of it can be used."""
+
+    def error(self) -> ValueError:
+        """What ends a run by it, also where it comes from a worker process: one line."""
+        return ValueError(self.line)
+
+
+class NotAnswered(NotRead):
+    """The source's store or server did not answer, and later may."""
+
+    def error(self) -> Outage:
+        return Outage(self.line)
 
 
 @dataclass(eq=False)
@@ -203,7 +214,8 @@ class ImageStream(IterableDataset):
                 self.deaths.mark(shard, number + 1)
         except (OSError, ValueError) as error:
             of_disk = disk_error(error)
-            raise NotRead(one_line(error) if of_disk is None else disk_line(of_disk)) from error
+            kind = NotAnswered if isinstance(error, Outage | ConnectionError) else NotRead
+            raise kind(one_line(error) if of_disk is None else disk_line(of_disk)) from error
 
     def _decode(
         self, shard: str, number: int, sample: Sample | Rejected, rng: np.random.Generator

@@ -92,7 +92,9 @@ def pictures(
         limit: maximum number of images of a validation set, per device.
 
     Raises:
-        ValueError: a number out of range, or images or captions that do not fit the model.
+        ValueError: a number out of range, images or captions that do not fit the model, or a validation set that cannot
+            be read.
+        Outage: the store or server of a validation set does not answer.
     """
     _check(
         requirements,
@@ -124,7 +126,11 @@ def pictures(
         blank = {"image": torch.zeros(3, resolution, resolution, dtype=torch.uint8)}
         if tokens is not None:
             blank["tokens"] = torch.zeros(tokens, dtype=torch.int64)
-        held = PaddedDataset(list(itertools.islice(stream, limit)), blank)
+        try:
+            samples = list(itertools.islice(stream, limit))
+        except NotRead as error:
+            raise error.error() from error
+        held = PaddedDataset(samples, blank)
         own = torch.Generator()  # reading a validation set must not touch the one that noise is drawn from
         return Loading(DataLoader(held, batch_size=placement.batch, pin_memory=placement.pin, generator=own))
     loader = ImageLoader(
@@ -153,6 +159,7 @@ class ImageLoader(DataLoader):
 
         Raises:
             ValueError: workers go on to die (see `PictureDeaths.add`), or the source cannot be read.
+            Outage: its store or server does not answer.
         """
         deaths, batches = self.dataset.deaths, None
         try:
@@ -176,7 +183,7 @@ class ImageLoader(DataLoader):
                 self._positions.append(self.dataset.position())
                 yield batch
         except NotRead as error:
-            raise ValueError(error.line) from None
+            raise error.error() from None
         finally:
             batches = None  # ends the workers, also while the traceback of a death keeps this frame
 

@@ -13,6 +13,7 @@ from PIL import Image
 from torch.utils.data import IterableDataset
 
 from data.clip_library import open_clip
+from data.errors import Outage
 from data.loading import Placement
 from data.pictures import pictures
 from data.sources.base import Rejected, Sample
@@ -305,7 +306,7 @@ def test_a_part_without_a_picture_is_an_error():
 @pytest.mark.parametrize(
     ("error", "line"),
     [
-        (ConnectionError("cannot fetch a.tar: refused"), "cannot fetch a.tar: refused"),
+        (ValueError("cannot fetch a.tar: HTTP 403"), "cannot fetch a.tar: HTTP 403"),
         (FileNotFoundError("no file a.tar: a shard of the source is gone"), "no file a.tar: a shard .* is gone"),
         (OSError(errno.EIO, "Input/output error", "a.tar"), "a.tar: Input/output error; look at the disk .*"),
         (None, "part 1 of 1 of the source has no usable image: .*"),
@@ -323,3 +324,17 @@ def test_a_source_that_cannot_be_read_is_an_error_of_one_line(workers, error, li
     with pytest.raises(ValueError) as found:
         next(iter(load(Broken(1, 1), workers=workers)))
     assert type(found.value) is ValueError and re.fullmatch(line, str(found.value))
+
+
+@pytest.mark.parametrize("error", [Outage, ConnectionError])
+@pytest.mark.parametrize(("training", "workers"), [(True, 0), (True, 1), (False, 0)])
+def test_a_server_that_does_not_answer_is_an_outage(training, workers, error):
+    """By which a cluster starts the job again."""
+
+    class Silent(Numbered):
+        def read(self, shard):
+            yield from super().read(shard)
+            raise error("cannot fetch a.tar: no answer")
+
+    with pytest.raises(Outage, match="^cannot fetch a.tar: no answer$"):
+        next(iter(load(Silent(1, 1), training=training, workers=workers)))
