@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from data.errors import Outage
 from data.manifest import Manifest
 from recipes.config.components import BASES, NAMED
 from recipes.config.entry_points import all_components
@@ -78,7 +79,7 @@ def located(component: Component) -> Iterator[None]:
         yield
     except (ValueError, FileNotFoundError) as error:
         # Not by an error of its own: that would hide where a library failed. Others have no text of ours.
-        if type(error) in (ValueError, FileNotFoundError) and len(error.args) == 1:
+        if type(error) in (ValueError, FileNotFoundError, Outage) and len(error.args) == 1:
             error.args = (_with_path(str(error), component),)
         raise
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from data.errors import Outage
 from data.manifest import Manifest
-from recipes.config.build import build, build_on_meta, encoders_of
+from recipes.config.build import build, build_on_meta, encoders_of, located
 from recipes.config.schema import Component
 
 
@@ -69,6 +70,11 @@ def test_what_a_builder_refuses_names_its_key(made, path, said):
     with pytest.raises((ValueError, FileNotFoundError), match=f"^{said}") as error:
         build(found)
     assert error.traceback[-1].path.name != "build.py"  # where it was refused is not hidden
+
+
+def test_a_store_that_does_not_answer_while_a_component_is_built_names_its_path():
+    with pytest.raises(Outage, match="^model: s3://sets/train/manifest.json: cannot be fetched"), located(task()):
+        raise Outage("s3://sets/train/manifest.json: cannot be fetched (no answer)")
 
 
 @pytest.mark.parametrize(("made", "own"), [(denoiser, "unet"), (objective, "ddpm")])
