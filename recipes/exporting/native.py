@@ -14,6 +14,7 @@ from data.manifest import NAME as MANIFEST
 from data.vocabulary_files import VOCABULARY
 from recipes.config.build import build, build_on_meta, encoders_of
 from recipes.config.recipe import Recipe, load_config
+from recipes.config.schema import Component
 from recipes.config.values import ConfigError
 from recipes.engines.deferred import Deferred
 from recipes.engines.first_weights import started_from
@@ -129,11 +130,11 @@ def training_data(
     args = recipe.data.args
     if "streams" not in args:
         return Loading(loader=None), None
-    streams = build(args["streams"])
+    streams = args["streams"]
     texts = "resolution" not in args  # packed ones, of which an export needs the vocabulary only
     needed = VOCABULARY if texts else MANIFEST
     beside = export_of_run if (export_of_run / needed).is_file() else None
-    places = [EncodedSet(str(data), None, {})] if data is not None else [next(iter(streams.values()))]
+    places = [EncodedSet(str(data), None, {})] if data is not None else [build(next(iter(streams.values())))]
     if data is None and beside is not None:
         places.append(EncodedSet(str(beside), None, {}))
     for place in places:
@@ -158,10 +159,10 @@ def training_data(
     return loading, data or bundle_of(manifest, export_of_run)
 
 
-def _images(streams: dict[str, EncodedSet], export_of_run: Path) -> int | None:
+def _images(streams: dict[str, Component], export_of_run: Path) -> int | None:
     """The number of images in several encoded sets, or what the run's own export says; None: neither is there."""
     try:
-        return sum(encoded.manifest().samples for encoded in streams.values())
+        return sum(encoded.manifest().samples for encoded in build(streams).values())
     except (FileNotFoundError, ValueError):
         return read_record(export_of_run).get("images") if (export_of_run / "export.json").is_file() else None
 

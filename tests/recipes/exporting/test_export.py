@@ -415,6 +415,18 @@ def test_encoders_that_were_trained_again(small_recipe, tmp_path, latent_sets, v
     assert f"the weights of {vae} are not those that encoded the set" in refuse(capsys, path, out, "--data", data)
 
 
+@pytest.mark.parametrize(("sets", "images"), [(["train"], 40), (["train", "more"], None)])
+def test_data_given_instead_of_a_store_whose_account_is_not_set_here(
+    small_recipe, tmp_path, latent_sets, monkeypatch, sets, images
+):
+    monkeypatch.delenv("AZURE_ACCOUNT_NAME", raising=False)
+    streams = (f"{label}: {{name: remote, url: azure-dl://sets/{label}, cache: {tmp_path}/{label}}}" for label in sets)
+    recipe = small_recipe(tmp_path / "run", "data.streams=null", f"data.streams={{{', '.join(streams)}}}")
+    loading, bundle = training_data(recipe, {}, tmp_path / "run" / "export", latent_sets / "train")
+    assert bundle == latent_sets / "train" and loading.manifest.samples == 40
+    assert loading.images == images
+
+
 def test_a_store_that_cannot_be_reached(small_recipe, tmp_path, latent_sets, capsys):
     """The run's own export has what the remote set would say."""
     recipe = small_recipe(tmp_path / "run")
