@@ -101,8 +101,10 @@ def started_from(recipe: Recipe) -> str | None:
     """
     if recipe.checkpoints.load_weights is None:
         return None
-    folder = Path(recipe.checkpoints.load_weights)
-    named = folder.parent if folder.name in ("export", "unet") else folder
+    folder = Path(recipe.checkpoints.load_weights).absolute()
+    if folder.name.removesuffix("_ema") in ("unet", "transformer") and not (folder / "export.json").is_file():
+        folder = folder.parent  # of the export or pipeline of which this is the network
+    named = folder.parent if folder.name == "export" else folder
     return read_if_object(folder / "export.json").get("run_name", named.name)
 
 

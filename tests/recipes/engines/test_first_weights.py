@@ -59,6 +59,16 @@ def test_the_name_of_the_model_that_a_run_starts_with(small_recipe, tmp_path, fo
     assert started_from(recipe) == "phase_1"
 
 
+@pytest.mark.parametrize("network", ["unet", "unet_ema", "transformer"])
+def test_the_name_of_the_model_of_a_network_in_an_export(small_recipe, tmp_path, network):
+    recipe = small_recipe(tmp_path)
+    recipe.checkpoints.load_weights = str(tmp_path / "sd2_base" / "export" / network)
+    assert started_from(recipe) == "sd2_base"
+    (tmp_path / "sd2_base" / "export" / network).mkdir(parents=True)
+    write_json(tmp_path / "sd2_base" / "export" / "export.json", {"run_name": "phase_1"})
+    assert started_from(recipe) == "phase_1"
+
+
 def test_weights_that_are_a_file(small_recipe, tmp_path):
     """Such as a checkpoint, or the published 512-base-ema.safetensors."""
     recipe, file = small_recipe(tmp_path), tmp_path / "512-base-ema.safetensors"
