@@ -37,10 +37,10 @@ class PeriodicCallback(Callback):
             every: interval, such as "500ba"; None: only at the end of the run.
 
         Raises:
-            ValueError: not a duration, or not above 0; or the subclass has no `act`.
+            ValueError: not a duration, or not above 0; or the subclass has no `act`, nor another hook.
         """
-        if type(self).act is PeriodicCallback.act:
-            kind = type(self)
+        kind, hooks = type(self), ("act", *(name for name in vars(Hooks) if not name.startswith("_")))
+        if all(getattr(kind, name) is getattr(PeriodicCallback, name) for name in hooks):
             raise ValueError(f"{kind.__name__} ({kind.__module__}) does nothing: define its method act(run)")
         self.due = Interval(every)
 
