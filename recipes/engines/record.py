@@ -255,8 +255,8 @@ def check_encoders(recipe: Recipe, data: Loading, evals: Mapping[str, Loading]) 
     for label, loading in evals.items():
         if data.manifest is not None and loading.manifest is not None:
             _compare(loading.manifest, data.manifest.encoders(), f"evals.{label}: not encoded as the training data is")
-        if loading.vocabulary is not None:
-            _compare_vocabularies(f"evals.{label}", loading, own.get(VOCABULARY), "of the training data")
+        if data.vocabulary is not None and loading.vocabulary is not None:
+            _compare_vocabularies(f"evals.{label}", loading, own[VOCABULARY], "of the training data")
     allowed = "data" in recipe.checkpoints.allow_changes
     resumed = recipe.checkpoints.resumes and has_checkpoints(Path(recipe.output))
     if resumed:
@@ -283,12 +283,12 @@ def check_encoders(recipe: Recipe, data: Loading, evals: Mapping[str, Loading]) 
             return
         if data.manifest is not None:
             _compare(data.manifest, values, f"data: not encoded as that {of_run}")
-        if vocabulary is not None:
+        if vocabulary is not None and data.vocabulary is not None:
             _compare_vocabularies("data", data, vocabulary, of_run)
 
 
-def _compare_vocabularies(key: str, loading: Loading, expected: str | None, of: str) -> None:
-    found = _encoded(loading).get(VOCABULARY)
+def _compare_vocabularies(key: str, loading: Loading, expected: str, of: str) -> None:
+    found = _encoded(loading)[VOCABULARY]
     if found != expected:
         raise ValueError(
             f"{key}: the vocabulary {loading.vocabulary} (sha256 {found}) is not that {of} ({expected}): the model "

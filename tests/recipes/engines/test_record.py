@@ -350,3 +350,5 @@ def test_captions_are_encoded_with_one_vocabulary(quick_recipe, tmp_path):
         check_encoders(recipe, changed, {})
     check_encoders(quick_recipe(tmp_path / "run", "checkpoints.allow_changes=[data]"), changed, {})
     check_encoders(quick_recipe(tmp_path / "new"), changed, {})
+    unknown = SimpleNamespace(manifest=None, vocabulary=None, samples=None)  # of data of your own that does not say it
+    check_encoders(recipe, unknown, {"val": data})
