@@ -13,6 +13,7 @@ import os
 import pickle
 import re
 import zipfile
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -147,7 +148,7 @@ def _without_numbers(value: Any) -> Any:
         return None
     if type(value) is np.ndarray and not value.dtype.hasobject:
         return np.empty(0, value.dtype)
-    if type(value) is dict:
+    if type(value) in (dict, OrderedDict):  # the latter of modules' state_dict
         return {key: _without_numbers(item) for key, item in value.items()}
     return type(value)(map(_without_numbers, value)) if type(value) in (list, tuple) else value
 

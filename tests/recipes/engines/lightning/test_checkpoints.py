@@ -23,6 +23,7 @@ from recipes.engines.lightning.checkpoints import Checkpoints
 from recipes.engines.lightning.run import LightningRun
 from recipes.engines.lightning.trainer import restore_saved
 from recipes.engines.loggers import RunLoggers
+from recipes.engines.plain_pickles import loadable
 from recipes.training.lever import Lever
 from recipes.training.levers import Levers
 
@@ -166,6 +167,19 @@ def test_plain_states_go_on(tmp_path, value):
     lever = Counter()
     new_checkpoints(tmp_path, lever, autoresume=True)[0].load()
     assert type(lever.value) is type(value) and str(lever.value) == str(value)
+
+
+def test_the_weights_of_a_module_in_a_state_are_not_looked_at():
+    """They may be many, and DTensors, which are saved as weights are."""
+
+    class Many(torch.Tensor):
+        def __reduce_ex__(self, protocol):
+            raise AssertionError("written")
+
+    weights = nn.Linear(2, 2).state_dict()
+    weights["weight"] = weights["weight"].as_subclass(Many)
+    state = {"average": weights}
+    assert loadable("Mine", state) is state
 
 
 def test_what_is_saved_when(tmp_path):
