@@ -100,6 +100,8 @@ class DDPM(Objective):
         """Fields that change the noise of a timestep. See `Objective.other_noise`."""
         own = {name: self.scheduler_config[name] for name in NOISE}
         own |= {"trained_betas": None, "rescale_betas_zero_snr": False}
+        if own["beta_schedule"] == "squaredcos_cap_v2":  # it has no such variances, whatever a file says
+            del own["beta_start"], own["beta_end"]
         return [
             f"{name} is {scheduler[name]!r:.60} instead of {value!r}"
             for name, value in own.items()

@@ -183,6 +183,14 @@ def test_weights_that_were_trained_with_other_noise_are_announced(tmp_path, task
     assert capsys.readouterr().out == ""
 
 
+def test_the_cosine_schedule_has_the_same_noise_whatever_variances_a_file_names():
+    """Published files have those of diffusers' defaults."""
+    cosine, other = (DDPM(beta_schedule="squaredcos_cap_v2", beta_end=end) for end in (0.012, 0.02))
+    assert all(torch.equal(*buffers) for buffers in zip(cosine.buffers(), other.buffers(), strict=True))
+    published = {"beta_schedule": "squaredcos_cap_v2", "beta_start": 0.0001, "beta_end": 0.02}
+    assert cosine.other_noise(published) == [] != DDPM().other_noise(published)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
