@@ -237,6 +237,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 yield before, row
         except csv.Error as error:
             raise ValueError(
-                f"{path}, line {before + 1}: {error}: close the quote that a cell of this row begins with and double "
-                "those within the cell, or give the table as a .jsonl file, where captions may have any length"
+                f"{path}, line {before + 1}: {error}: close the quote that a cell of this row begins with, right "
+                "before the comma or the end of the line, and double those within the cell, or give the table as a "
+                ".jsonl file, where captions may have any length"
             ) from None

@@ -153,6 +153,7 @@ def test_other_captions_in_a_table_are_another_shard(tmp_path):
         ("t.csv", b'file,text\na.png,"' + b"a\n" * 99_999, "line 2: field larger .*: close the quote"),
         ("t.csv", b'file,text\na.png,"a\nb.png,b\n', "line 2: unexpected end of data: close the quote"),
         ("t.csv", b'file,text\na.png,a\nb.png,"b\nc.png,"c"\n', "line 3: ',' expected after '\"': close the quote"),
+        ("t.csv", b'file,text\na.png,"a" \n', "line 2: ',' expected after '\"': close .*, right before the comma or"),
         ("t.csv", b'file,text\na.png,a\n"b.png,' + b"b" * 200_000, "line 3: field larger .*: close the quote"),
         ("t.jsonl", b'{"file": "a.png", "caption": "x"}\n{', "line 2: not JSON"),
         ("t.jsonl", b'{"file": "a.png", "caption": 3}\n', "line 1: caption is a int"),
