@@ -147,12 +147,15 @@ def is_refused(error: Exception) -> bool:
     """Whether asking again gives the same: no credentials, a missing file, or a status of HTTP from 400 to 499."""
     if _lacks_credentials(error):
         return True
+    if type(error).__name__ == "LocalEntryNotFoundError":  # a missing file, but of this disk: the hub did not answer
+        return False
     if type(error).__name__ == "S3UploadFailedError":  # of boto3, which leaves the answer to the error before
         error = error.__context__ or error
     answer = getattr(error, "response", None)
     if isinstance(answer, dict):  # of boto3
         status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-    else:  # of Azure's, of Google's, of Oracle's client, and of urllib
-        found = (getattr(error, name, None) for name in ("status_code", "code", "status"))
+    else:  # of Azure's, of Google's, of Oracle's client, and of urllib; or, in an answer, of the hub's
+        names = ("status_code", "code", "status")
+        found = (getattr(source, name, None) for source in (error, answer) for name in names)
         status = next((int(value) for value in found if isinstance(value, int)), 0)
     return isinstance(error, FileNotFoundError) or (400 <= status < 500 and status not in (408, 429))

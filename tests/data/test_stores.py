@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import boto3
 import pytest
+import requests
 from botocore.exceptions import ClientError
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from streaming.base.storage import CloudDownloader
 
 from data import downloads
@@ -234,7 +236,13 @@ def answer_of_s3(status):
     return error
 
 
-@pytest.mark.parametrize("answer", [answer_of_azure, answer_of_google, answer_of_s3])
+def answer_of_hub(status):
+    answer = requests.Response()
+    answer.status_code = status
+    return HfHubHTTPError("no", response=answer)
+
+
+@pytest.mark.parametrize("answer", [answer_of_azure, answer_of_google, answer_of_s3, answer_of_hub])
 @pytest.mark.parametrize(("status", "asked"), [(404, 1), (403, 1), (429, 2), (503, 2)])
 def test_a_store_that_refuses_is_asked_once(answer, status, asked, monkeypatch, tmp_path):
     def download(remote, local, timeout):
@@ -256,6 +264,18 @@ def test_a_store_that_refuses_is_asked_once(answer, status, asked, monkeypatch, 
     with pytest.raises(ValueError, match="upload: gs://sets cannot be written .*no"):
         Copy(tmp_path, "gs://sets").add(tmp_path, "", ["0.mds"])
     assert calls == [f"gs://sets/{name}" for name in ("train/manifest.json", "0.tar", "0.mds") for _ in range(asked)]
+
+
+def test_a_hub_that_does_not_answer_is_an_outage(monkeypatch, tmp_path):
+    """The client raises the error of a missing file, as it has no copy either."""
+
+    def download(remote, local, timeout):
+        raise LocalEntryNotFoundError("An error happened while trying to locate the file on the Hub")
+
+    calls = downloader(monkeypatch, download)
+    with pytest.raises(Outage, match="hf://datasets/a/b/manifest.json: cannot be fetched"):
+        EncodedSet(str(tmp_path), "hf://datasets/a/b", {}).manifest()
+    assert len(calls) == 2
 
 
 def test_without_credentials_a_store_is_asked_once_and_the_line_says_what_to_set(monkeypatch, tmp_path):
