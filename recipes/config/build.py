@@ -63,8 +63,12 @@ def _check_kind(component: Component, built: Any) -> None:
             f"{component.target} returns {what}, and the group {component.group} needs an instance of {name} "
             f"({module}); see docs/extending.md"
         )
+    if component.group not in NAMED:
+        return
     name = getattr(built, "name", None)
-    if component.group in NAMED and name != component.name:
+    # A component may also be a preset of another one, which exports rightly record by that one's name.
+    own_module = all_components()[component.group].get(name, "").partition(":")[0]
+    if name != component.name and own_module != type(built).__module__:
         raise ValueError(
             f"the attribute `name` of {type(built).__name__} ({type(built).__module__}) is {name!r}; set it to "
             f"{component.name!r}, by which exports record it"

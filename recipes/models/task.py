@@ -207,9 +207,9 @@ def losses_of(task: Task, outputs: Any) -> dict[str, Tensor]:
         ValueError: it has no `total`. Composer would minimise the sum of all that there is.
     """
     if not isinstance(outputs, Mapping) or "total" not in outputs:
-        found = f"only {', '.join(map(str, outputs))}" if isinstance(outputs, Mapping) else type(outputs).__name__
+        names = ", ".join(map(str, outputs)) if isinstance(outputs, Mapping) else type(outputs).__name__
         raise ValueError(
-            f"model: forward of {type(task).__name__} ({type(task).__module__}) returns {found}; return a dict of "
-            "scalars, of which `total` is minimised"
+            f"model: forward of {type(task).__name__} ({type(task).__module__}) returns {names or 'an empty dict'}; "
+            "return a dict of scalars, of which `total` is minimised"
         )
     return outputs

@@ -11,6 +11,8 @@ from data.errors import Outage
 from data.manifest import Manifest
 from recipes.config.build import build, build_on_meta, encoders_of, located
 from recipes.config.schema import Component
+from recipes.models.latent_diffusion.ddpm import DDPM
+from recipes.models.latent_diffusion.unet import UNet
 
 
 def component(group, name, target, **args):
@@ -77,15 +79,33 @@ def test_a_store_that_does_not_answer_while_a_component_is_built_names_its_path(
         raise Outage("s3://sets/train/manifest.json: cannot be fetched (no answer)")
 
 
-@pytest.mark.parametrize(("made", "own"), [(denoiser, "unet"), (objective, "ddpm")])
-def test_exports_would_open_what_has_the_name_of_another_as_that(made, own):
-    """Such as a subclass of your own that inherits its `name`."""
-    found = made()
-    object.__setattr__(found, "name", "mine.other")
-    with pytest.raises(
-        ValueError, match=f"^{found.group}: the attribute `name` of .* is '{own}'; set it to 'mine.other'"
-    ):
+class OwnUNet(UNet):
+    """It inherits its `name`."""
+
+
+class OwnDDPM(DDPM):
+    """It inherits its `name`."""
+
+
+def small_ddpm(*, steps=10):
+    """A preset of another component, as which exports may open it."""
+    return DDPM(steps=steps, eval_timesteps=[1])
+
+
+@pytest.mark.parametrize(("group", "kind", "own"), [("denoiser", OwnUNet, "unet"), ("objective", OwnDDPM, "ddpm")])
+def test_exports_would_open_what_has_the_name_of_another_as_that(monkeypatch, group, kind, own):
+    made = denoiser() if group == "denoiser" else objective()
+    built = build(made)
+    built.__class__ = kind
+    monkeypatch.setattr("recipes.config.build.import_builder", lambda component: lambda **arguments: built)
+    found = component(group, "mine.other", made.target, **made.args)
+    with pytest.raises(ValueError, match=f"^{group}: the attribute `name` of .* is '{own}'; set it to 'mine.other'"):
         build(found)
+
+
+def test_a_preset_of_another_component():
+    found = build(component("objective", "mine.small", f"{__name__}:small_ddpm", steps=20))
+    assert type(found) is DDPM and found.name == "ddpm" and found.schedule.steps == 20
 
 
 def test_meta_takes_no_memory():

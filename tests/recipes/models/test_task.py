@@ -152,7 +152,8 @@ def test_it_can_be_built_without_memory(name):
 
 
 @pytest.mark.parametrize(
-    ("outputs", "found"), [({"loss": 1.0, "other": 2.0}, "only loss, other"), (torch.ones(()), "Tensor")]
+    ("outputs", "found"),
+    [({"loss": 1.0, "other": 2.0}, "loss, other"), ({}, "an empty dict"), (torch.ones(()), "Tensor")],
 )
 def test_losses_without_a_total_are_refused_by_both_engines(outputs, found):
     """Composer would minimise the sum of what there is."""
