@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # This script's folder must not stay on the import path: its files would hide other packages' modules.
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
-from data.threads import set_default_threads
+from data.system.threads import set_default_threads
 
 if __name__ == "__main__":
     set_default_threads()  # before torch is imported
@@ -49,8 +49,8 @@ from benchmarks.reporting import keep_results, reason, write_results
 from benchmarks.steady import free_memory, shared_folder
 from data.cost import count_text
 from data.loading import Placement
-from data.log import log
-from data.process_groups import leave
+from data.system.log import log
+from data.system.process_groups import leave
 from recipes.algorithms.averaging.average import reshard
 from recipes.algorithms.sharding.shards import whole
 from recipes.config.build import build

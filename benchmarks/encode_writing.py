@@ -35,9 +35,9 @@ from torch.utils.data import IterableDataset
 from benchmarks.discarding_store import discarding_store
 from benchmarks.options import positive
 from benchmarks.reporting import write_results
-from data.files import to_disk
-from data.helper_process import HelperProcess
 from data.sources.base import InputShard, Position
+from data.system.files import to_disk
+from data.system.helper_process import HelperProcess
 from precompute.batch import DecodedBatch, ImageFacts, ShardEnd
 from precompute.columns import LatentColumns
 from precompute.decode import batches

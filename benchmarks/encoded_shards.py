@@ -110,7 +110,7 @@ def write_large(folder: Path, files: int) -> None:
     """A set of random values in files of 64 MB, with its manifest."""
     import numpy as np
 
-    from data.manifest import Manifest
+    from data.encoded.manifest import Manifest
     from precompute.mds_files import MDSFiles
 
     rng = np.random.default_rng(0)
@@ -173,7 +173,7 @@ def verify(folder: Path, workers: int) -> Any:
     """Reads all files of a set, as verify.py does."""
     import numpy as np
 
-    from data.manifest import Manifest
+    from data.encoded.manifest import Manifest
     from precompute.survey import figures, survey
 
     arguments = [folder, Manifest.read(folder), 8, np.random.default_rng(0)]
@@ -193,7 +193,7 @@ def tars(folder: Path, workers: int) -> Any:
 
 def readers(folder: Path, workers: int) -> Any:
     """Makes this project's readers of all files from streaming's, as each rank does when training starts."""
-    from data.column_reader import column_readers
+    from data.encoded.column_reader import column_readers
 
     found = column_readers(_streaming_readers, {"mean": "mean_256", "std": "std_256", "text": "text"})
     return [len(found), str(found[-1].arrays), found[-1].path]
@@ -201,7 +201,7 @@ def readers(folder: Path, workers: int) -> Any:
 
 def open_set(folder: Path, workers: int) -> Any:
     """Opens a set from its index, as each rank does when training starts."""
-    from data.fetching import WholeStream
+    from data.encoded.fetching import WholeStream
     from data.latents import LatentDataset
 
     streams = [WholeStream(local=str(folder))]

@@ -38,7 +38,7 @@ from benchmarks.gpu_run.items import Item, items
 from benchmarks.gpu_run.page import page, place, write_page
 from benchmarks.gpu_run.records import DONE, LATE, LEFT_OUT, LOG, MARKDOWN, RECORDS, Records
 from benchmarks.reporting import reason, surroundings
-from data.threads import set_default_threads
+from data.system.threads import set_default_threads
 from recipes.config.command_line import path_of
 
 CACHE = ROOT / "runs" / "gpu" / "cache"

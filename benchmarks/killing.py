@@ -26,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
-from data.threads import set_default_threads
+from data.system.threads import set_default_threads
 
 if __name__ == "__main__":
     set_default_threads()  # before torch is imported
@@ -116,11 +116,11 @@ def import_slow() -> None:
     """Import what encode jobs import, before processes are forked that do."""
     import diffusers.models
 
-    import data.clip_library
+    import data.tokenizers.clip_library
     import precompute.encode
     import precompute.job
 
-    assert data.clip_library.open_clip and diffusers.models.AutoencoderKL and precompute.encode.main
+    assert data.tokenizers.clip_library.open_clip and diffusers.models.AutoencoderKL and precompute.encode.main
 
 
 def start(arguments: list[str], world: int, log: Path, moment: float | None = None, victims: list[int] = ()) -> bool:

@@ -13,7 +13,7 @@ import yaml
 from PIL import Image
 
 from benchmarks.random_encoders import write_encoders
-from data.encoded_dataset import key_seed
+from data.encoded.dataset import key_seed
 from data.sources.base import DecodedSample
 from data.sources.filters import Filter
 from data.transforms import resize_and_crop
@@ -39,7 +39,7 @@ def write_set(folder: Path, encoders: Encoders, resolutions: list[int], samples:
         samples: number of images.
         gpu: encode on the GPU, in half precision.
     """
-    from data.ranks import Rank
+    from data.system.ranks import Rank
     from precompute.config import EncodeConfig
     from precompute.job import run
     from precompute.output import OutputSet

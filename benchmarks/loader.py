@@ -42,7 +42,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.options import positive
 from benchmarks.reporting import write_results
-from data.encoded_dataset import PREFETCH, key_seed, shared_blocks
+from data.encoded.dataset import PREFETCH, key_seed, shared_blocks
 from data.latents import LatentDataset
 from precompute.columns import LatentColumns
 from precompute.writer import EncodedSample, ShardWriter, Storage

@@ -31,8 +31,8 @@ from benchmarks.gpu_run.subjects import register_data
 from benchmarks.namespaces import exchange, limiting, sent_bytes
 from benchmarks.network_settings import MeasuredRun, Settings, Variant
 from benchmarks.steady import free_memory, run_until
-from data.files import write_json
-from data.log import log
+from data.system.files import write_json
+from data.system.log import log
 from recipes.algorithms.powersgd.all_reduce import bytes_sent
 from recipes.algorithms.powersgd.block_gradients import first_device_shapes
 from recipes.algorithms.powersgd.low_rank import LowRank

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # This script's folder must not stay on the import path: its files would hide other packages' modules.
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
-from data.threads import set_default_threads
+from data.system.threads import set_default_threads
 
 if __name__ == "__main__":
     set_default_threads()  # before torch is imported
@@ -32,7 +32,7 @@ from benchmarks.baseline import LossRecord
 from benchmarks.options import positive
 from benchmarks.reporting import write_results
 from benchmarks.steady import watch
-from data.log import log
+from data.system.log import log
 from recipes.config.command_line import path_of
 from recipes.config.recipe import Recipe, load_config
 from recipes.engines.composer.trainer import build_trainer

@@ -32,7 +32,7 @@ from benchmarks.options import positive
 from benchmarks.reporting import reason, write_results
 from benchmarks.timing import milliseconds, training_device
 from benchmarks.wide_norms import GroupNorm32
-from data.log import log
+from data.system.log import log
 from recipes.algorithms.modules.fused_group_norm import fuse_group_norms
 from recipes.algorithms.modules.low_precision_norms import LowPrecisionGroupNorm
 from recipes.models.kernels import group_norm_silu as fused

@@ -26,7 +26,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 from benchmarks.options import positive
 from benchmarks.reporting import write_results
 from benchmarks.timing import times, training_device
-from data.log import log
+from data.system.log import log
 from recipes.algorithms.powersgd.all_reduce import all_reduce_sum
 from recipes.algorithms.powersgd.low_rank import LowRank
 from recipes.algorithms.powersgd.orthogonal import cholesky_qr, householder

@@ -11,7 +11,7 @@ from diffusers import AutoencoderKL
 from safetensors.torch import save_model
 from torch.utils.flop_counter import FlopCounterMode
 
-from data.clip_library import open_clip
+from data.tokenizers.clip_library import open_clip
 
 # The published configurations. The image tower of the text encoder is not used, and as small as possible.
 VAES = {

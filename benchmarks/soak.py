@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
-from data.threads import set_default_threads
+from data.system.threads import set_default_threads
 
 if __name__ == "__main__":
     set_default_threads()  # before torch is imported

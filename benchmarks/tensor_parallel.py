@@ -29,7 +29,7 @@ from benchmarks.options import positive
 from benchmarks.reporting import write_results
 from benchmarks.timing import times, training_device
 from data.cost import FLOAT
-from data.process_groups import leave
+from data.system.process_groups import leave
 from recipes.algorithms.tensor_parallel.divide import divide
 from recipes.models.autoregressive.task import Autoregressive
 from recipes.planning.tensor_parallel import messages, sent_bytes

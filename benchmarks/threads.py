@@ -5,7 +5,7 @@
 
 Each setting is measured alone and beside one busy process. OpenMP threads that wait at the end of an operation first
 spin, for GOMP_SPINCOUNT rounds, and then sleep. If another program holds a core, the spinning threads wait for the one
-that does not run. `data/threads.py` sets the default number of threads.
+that does not run. `data/system/threads.py` sets the default number of threads.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def work(seconds: float) -> None:
     from torch import distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    from data.process_groups import leave
+    from data.system.process_groups import leave
     from recipes.config.build import build
     from recipes.config.recipe import Recipe, load_config
 

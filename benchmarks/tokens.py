@@ -39,9 +39,9 @@ from torch.utils.data import DataLoader
 from benchmarks.loader import cpu_clock
 from benchmarks.options import positive
 from benchmarks.reporting import write_results
-from data.bpe import Vocabulary
-from data.bpe_training import train
-from data.encoded_dataset import PREFETCH, shared_blocks
+from data.encoded.dataset import PREFETCH, shared_blocks
+from data.tokenizers.bpe import Vocabulary
+from data.tokenizers.bpe_training import train
 from data.tokens import NO_TOKEN, TokenDataset
 from precompute.columns import TokenColumns
 from precompute.writer import EncodedSample, ShardWriter, Storage

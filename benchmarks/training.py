@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.latent_sets import Encoders
 from benchmarks.random_encoders import TEXTS, VAES, VISION, vae_flops
-from data.clip_library import open_clip
+from data.tokenizers.clip_library import open_clip
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe, load_config
 from recipes.encoders.text import Tower

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from data.files import atomic_write
+from data.system.files import atomic_write
 
 DPI = 90
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from callbacks.counts import add_counts
 from data.loading import WEIGHT
-from data.log import log
+from data.system.log import log
 from recipes.models.task import Task
 from recipes.training import ranks
 from recipes.training.callback import Callback

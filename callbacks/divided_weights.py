@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from data.disk_errors import about
-from data.freed_memory import give_back
+from data.system.disk_errors import about
+from data.system.freed_memory import give_back
 from recipes.algorithms.sharding.shards import whole
 from recipes.models.task import Task
 from recipes.models.tensor_file import TensorFile, in_order

@@ -18,7 +18,7 @@ from torch import Tensor
 from callbacks.charts import DPI, write_chart
 from callbacks.exponent_counts import COLUMNS, LEAST, NONFINITE, ZERO, Histograms, count_exponents
 from data.aliases import Duration
-from data.files import write_json
+from data.system.files import write_json
 from recipes.algorithms.gradients.blocks import block_matrices
 from recipes.algorithms.sharding.shards import own
 from recipes.algorithms.sixteen_bit.block_scaling import ScaledBranch

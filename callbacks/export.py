@@ -15,11 +15,11 @@ from callbacks.averaged import averaged
 from callbacks.divided_weights import host_bytes, write_divided
 from data.aliases import Duration
 from data.cost import FLOAT, Cost, Files, Plan, size_text
-from data.files import atomic_folder, read_if_object, write_json
+from data.encoded.manifest import NULL_TEXT, Manifest
 from data.loading import Loading
-from data.log import log
-from data.manifest import NULL_TEXT, Manifest
-from data.vocabulary_files import copy_vocabulary
+from data.system.files import atomic_folder, read_if_object, write_json
+from data.system.log import log
+from data.tokenizers.vocabulary_files import copy_vocabulary
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.algorithms.sharding.shard import is_sharded, whole_weights
 from recipes.encoders import open_clip_models, text, vae

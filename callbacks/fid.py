@@ -16,9 +16,9 @@ from callbacks.token_grid import TokenGrid
 from data.aliases import Duration
 from data.cost import Cost, Plan
 from data.loading import Loading
-from data.log import log
 from data.ranges import check_least
 from data.sources.base import Sample
+from data.system.log import log
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.encoders.base import ModelPath
 from recipes.models.autoregressive.task import Autoregressive

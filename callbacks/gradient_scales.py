@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from callbacks.charts import DPI, write_chart
 from data.aliases import Duration
-from data.files import write_json
+from data.system.files import write_json
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
 from recipes.training.callback import PeriodicCallback
 from recipes.training.ranks import is_first_rank

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from data.log import log
+from data.system.log import log
 from recipes.training.callback import Callback
 from recipes.training.run import Run
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from data.aliases import Duration
-from data.log import log
+from data.system.log import log
 from recipes.training.callback import Callback
 from recipes.training.clock import Clock
 from recipes.training.run import Run

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from data.log import log
 from data.ranges import check_least
+from data.system.log import log
 from recipes.training.callback import Callback
 from recipes.training.run import Run
 

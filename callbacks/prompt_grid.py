@@ -12,8 +12,8 @@ import torch
 from callbacks.averaged import averaged
 from data.cost import Cost, Files, Plan, count_text
 from data.image_grid import picture_grid, save_png, to_uint8
-from data.log import log
 from data.ranges import check_least
+from data.system.log import log
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.models.task import Task
 from recipes.training.callback import PeriodicCallback

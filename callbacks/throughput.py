@@ -12,8 +12,8 @@ from callbacks.flops import flops_per_sample
 from callbacks.peak_flops import number_format_of, peak_flops
 from callbacks.step_timer import StepTimer
 from data.aliases import Duration
-from data.log import log
 from data.ranges import check_least
+from data.system.log import log
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.models.task import Task
 from recipes.training.callback import Callback

@@ -9,8 +9,8 @@ import torch
 
 from callbacks.prompt_grid import PromptGrid
 from data.aliases import Duration
-from data.bpe import Vocabulary
 from data.loading import Loading
+from data.tokenizers.bpe import Vocabulary
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.models.autoregressive.sampler import Choice, pad_captions, uniforms
 from recipes.models.autoregressive.task import Autoregressive

@@ -25,7 +25,7 @@ import os
 from cluster.processes import Processes, rank_environments
 from cluster.scheduler import place_of
 from cluster.status import AGAIN, DONE, FAILED
-from data.files import write_text
+from data.system.files import write_text
 from recipes.config.command_line import path_of, user_errors
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from data.manifest import Manifest
+from data.encoded.manifest import Manifest
 
 FLOAT = 4  # bytes of a 32-bit number, the format of weights, gradients and most optimizers' state
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from data.files import atomic_write
+from data.system.files import atomic_write
 
 FONT_SIZE = 11
 LINE_HEIGHT = 13

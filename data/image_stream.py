@@ -11,15 +11,15 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from data.clip_words import bound
-from data.disk_errors import disk_error, disk_line
-from data.errors import Outage, WorkersError, one_line
 from data.loading import Placement
-from data.log import log
-from data.picture_deaths import PictureDeaths
 from data.sources.base import DecodedSample, Rejected, Sample, Source
 from data.sources.filters import Filter
+from data.system.disk_errors import disk_error, disk_line
+from data.system.errors import Outage, WorkersError, one_line
+from data.system.log import log
+from data.tokenizers.clip_words import bound
 from data.transforms import Crop, resize_and_crop, side_needed
+from data.workers.picture_deaths import PictureDeaths
 
 # Passes in a row without a usable image in a part of the source, after which that is an error. Shards are dealt anew in
 # each pass, and one of them may hold none: a damaged tar, or the last images of a set, all of which are too small.
@@ -75,7 +75,7 @@ class ImageStream(IterableDataset):
         self.tokenizer = None
         if self.tokens is not None:
             # Here rather than in each worker process, where the import would take 13 s of CPU time.
-            from data.clip_library import open_clip
+            from data.tokenizers.clip_library import open_clip
 
             self.tokenizer = bound(open_clip.SimpleTokenizer(context_length=self.tokens))
         label = "train" if self.placement.training else "val"

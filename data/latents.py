@@ -9,15 +9,15 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from data.column_reader import StoredSample
 from data.cost import Cost, Plan, with_cost
-from data.encoded_dataset import EncodedDataset, copy_rows, dataset_arguments, key_seed, open_loader
-from data.encoded_sets import first_manifest
-from data.epoch_size import encoded_samples, epoch_of
+from data.encoded.column_reader import StoredSample
+from data.encoded.dataset import EncodedDataset, copy_rows, dataset_arguments, key_seed, open_loader
+from data.encoded.epoch_size import encoded_samples, epoch_of
+from data.encoded.sets import first_manifest
+from data.encoded.shared_batches import Specs
 from data.loading import Batch, Loading, Placement
 from data.random_numbers import draws_of
 from data.ranges import check_reading, check_shares
-from data.shared_batches import Specs
 
 
 def latents_cost(args: dict[str, Any], plan: Plan) -> Cost:

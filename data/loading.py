@@ -14,8 +14,8 @@ from typing import TypeVar
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from data.manifest import Manifest
-from data.worker_stacks import give_stacks
+from data.encoded.manifest import Manifest
+from data.workers.stacks import give_stacks
 
 Batch = dict[str, Tensor]
 WEIGHT = "weight"  # entry of validation batches, (B,) float32: how much each sample counts in means over the set

@@ -39,7 +39,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from data.files import atomic_folder, read_if_object
+from data.system.files import atomic_folder, read_if_object
 
 LICENCE = "CC BY-SA 4.0"
 LAYOUT = 2  # raised when captions, splits or files change, so that older folders are replaced

@@ -17,7 +17,7 @@ from data.model_requirements import check_pictures
 from data.padded_dataset import PaddedDataset
 from data.ranges import check_least, check_shares
 from data.sources.filters import Filter
-from data.worker_deaths import DecoderDied, keep_alarms, worker_deaths
+from data.workers.deaths import DecoderDied, keep_alarms, worker_deaths
 
 
 def pictures_cost(args: dict[str, Any], plan: Plan) -> Cost:

@@ -95,7 +95,7 @@ def seeds_of(samples: Tensor, seed: int, batch: int) -> Tensor:
     """What the numbers of samples depend on in one batch of a run.
 
     Args:
-        samples: (B,) int64, a number of each sample, such as `data.encoded_dataset.key_seed` of its key.
+        samples: (B,) int64, a number of each sample, such as `data.encoded.dataset.key_seed` of its key.
         seed: of the run.
         batch: number of the batch in the run, because a sample gets other numbers in each epoch.
 

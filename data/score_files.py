@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from data.files import atomic_write, read_object
-from data.memory import NotEnoughMemory, memory_to_read
+from data.system.files import atomic_write, read_object
+from data.system.memory import NotEnoughMemory, memory_to_read
 
 FOLDER, FACTS, SUMMARY = "scores", "facts.json", "summary.json"
 

@@ -8,18 +8,18 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from data.column_reader import StoredSample
 from data.cost import Cost, Plan, with_cost
-from data.encoded_dataset import EncodedDataset, copy_rows, dataset_arguments, open_loader
-from data.encoded_sets import check_sets
-from data.epoch_size import epoch_of
+from data.encoded.column_reader import StoredSample
+from data.encoded.dataset import EncodedDataset, copy_rows, dataset_arguments, open_loader
+from data.encoded.epoch_size import epoch_of
+from data.encoded.sets import check_sets
+from data.encoded.shared_batches import Specs
+from data.encoded.text_manifest import NAME, TextManifest
 from data.loading import Batch, Loading, Placement
 from data.model_requirements import check_kind
 from data.ranges import check_reading
-from data.shared_batches import Specs
-from data.text_manifest import NAME, TextManifest
+from data.tokenizers.vocabulary_files import VOCABULARY
 from data.tokens import widen
-from data.vocabulary_files import VOCABULARY
 
 
 def texts_cost(args: dict[str, Any], plan: Plan) -> Cost:

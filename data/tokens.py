@@ -13,16 +13,16 @@ from typing import Annotated, Any, Literal
 import torch
 
 from data.aliases import InputPath
-from data.bpe import Vocabulary
-from data.column_reader import DamagedError, StoredSample
 from data.cost import Cost, Plan, with_cost
-from data.encoded_dataset import EncodedDataset, copy_rows, dataset_arguments, open_loader
-from data.encoded_sets import first_manifest
-from data.epoch_size import encoded_samples, epoch_of
+from data.encoded.column_reader import DamagedError, StoredSample
+from data.encoded.dataset import EncodedDataset, copy_rows, dataset_arguments, open_loader
+from data.encoded.epoch_size import encoded_samples, epoch_of
+from data.encoded.sets import first_manifest
+from data.encoded.shared_batches import Specs
 from data.loading import Batch, Loading, Placement
-from data.log import log
 from data.ranges import check_least, check_reading, check_shares
-from data.shared_batches import Specs
+from data.system.log import log
+from data.tokenizers.bpe import Vocabulary
 
 NO_TOKEN = -1  # after the last token of a caption
 POWERS_OF_TEN = frozenset(10**digits for digits in range(12))

@@ -18,7 +18,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import islice
 
-from data.ranks import Rank
+from data.system.ranks import Rank
 from precompute.output import BEGUN, UNREADABLE, OutputSet
 
 LOST = 3600.0  # seconds without a sample after which a shard is another rank's to take: its process may be dead

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from data.mds_index import HASHES
-from data.stores import malformed
+from data.encoded.mds_index import HASHES
+from data.remote.stores import malformed
 from recipes.config.components import COMPONENTS
 from recipes.config.differences import parts_of
 from recipes.config.schema import Component, ConfigError, nearest
@@ -21,8 +21,8 @@ TOKEN_ENCODERS = ("dvae",)
 # Suffixes of encoders' configs, weights and tokenizers, whose digests a set depends on.
 ENCODER_FILES = (".json", ".safetensors", ".pt", ".pth", ".bin", ".txt")
 
-# The client of gs:// and azure:// is in data/stores.py, the others are mosaicml-streaming's. Of these, hf:// and dbfs://
-# are left out: the one fails when it is begun, and the other cannot make folders or replace files.
+# The client of gs:// and azure:// is in data/remote/stores.py, the others are mosaicml-streaming's. Of these, hf:// and
+# dbfs:// are left out: the one fails when it is begun, and the other cannot make folders or replace files.
 UPLOADED = ("s3", "gs", "oci", "azure", "azure-dl")
 # Of the MDS format.
 COMPRESSIONS = re.compile(r"br(:(\d|1[01]))?|bz2(:[1-9])?|gz(:\d)?|snappy|zstd(:([1-9]|1\d|2[0-2]))?", re.ASCII)

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from data.crops import CROPS
-from data.interrupts import interrupts_after_forks
 from data.sources.base import DecodedSample, InputShard, Position, Rejected, Sample, Source
+from data.system.interrupts import interrupts_after_forks
 from data.transforms import crop_box, resize, side_needed
-from data.worker_deaths import Places, forget_alarms, keep_alarms, raise_alarm
+from data.workers.deaths import Places, forget_alarms, keep_alarms, raise_alarm
 from precompute.batch import DecodedBatch, ImageFacts, ShardEnd
 from precompute.columns import stored_key
 from precompute.problems import Problem
@@ -200,7 +200,7 @@ def batches(decoded: DecodedBatches, workers: int, prefetch: int, pin: bool) -> 
         pin: whether to move batches to pinned memory.
 
     Raises:
-        RuntimeError: a worker died; see `data.worker_deaths.worker_deaths`.
+        RuntimeError: a worker died; see `data.workers.deaths.worker_deaths`.
     """
     loader = DataLoader(
         decoded,

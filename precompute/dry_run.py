@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data.files import read_if_object
-from data.ranks import Rank
+from data.system.files import read_if_object
+from data.system.ranks import Rank
 from precompute.columns import REST, LatentColumns, TokenColumns, check_resolutions
 from precompute.config import EncodeConfig, VocabularyConfig, source_options
 from precompute.output import OutputSet, output_of

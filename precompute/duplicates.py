@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from data.files import write_json
 from data.image_grid import picture_grid, save_png
-from data.log import log
 from data.score_files import FOLDER, read_facts, read_scores
 from data.sources.base import DecodedSample, Sample, Source
 from data.sources.filters import Filter
+from data.system.files import write_json
+from data.system.log import log
 from data.transforms import resize_and_crop
 from precompute.config import EncodeConfig
 from precompute.score_job import QUANTILES

@@ -14,9 +14,9 @@ ROOT = Path(__file__).resolve().parents[1]
 # This script's folder must not stay on the import path: its files would hide other packages' modules.
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
-from data.locks import held
-from data.log import log
-from data.threads import set_default_threads
+from data.system.locks import held
+from data.system.log import log
+from data.system.threads import set_default_threads
 from precompute.config import EncodeConfig, source_options
 from recipes.config.command_line import print_once, read_command_line, user_errors
 
@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> None:
     config: EncodeConfig = command.config
     set_default_threads(spare=max(1, config.workers))
     with user_errors():
-        from data.ranks import Rank
+        from data.system.ranks import Rank
         from precompute.output import output_of
         from recipes.config.build import build
 

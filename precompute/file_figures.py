@@ -14,9 +14,9 @@ import numpy as np
 from streaming.base.format import Reader, reader_from_json
 from streaming.base.hashing import get_hash
 
-from data.column_reader import ColumnReader
-from data.manifest import Manifest
-from data.mds_index import HASHES, Shard
+from data.encoded.column_reader import ColumnReader
+from data.encoded.manifest import Manifest
+from data.encoded.mds_index import HASHES, Shard
 from data.sources.mds import locate
 
 CHUNK = 64  # samples that are looked at together

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.crash_log import CrashLog
-from data.files import atomic_write, write_text
-from data.locks import HeldByAnother, held
-from data.log import every_rank, log
-from data.manifest import NULL_TEXT, Manifest
-from data.quarantine import Quarantine
-from data.ranks import Rank
+from data.encoded.manifest import NULL_TEXT, Manifest
 from data.sources.base import InputShard, Source
-from data.worker_deaths import DecoderDied, worker_deaths
+from data.system.files import atomic_write, write_text
+from data.system.locks import HeldByAnother, held
+from data.system.log import every_rank, log
+from data.system.ranks import Rank
+from data.workers.crash_log import CrashLog
+from data.workers.deaths import DecoderDied, worker_deaths
+from data.workers.quarantine import Quarantine
 from precompute.claims import Claims
 from precompute.columns import LatentColumns, TokenColumns, check_resolutions
 from precompute.config import EncodeConfig, source_options
@@ -99,7 +99,7 @@ def run(config: EncodeConfig, sources: dict[str, Source], sets: dict[str, Output
         if (files := sets[shard.label].to_upload(shard.shard)) is not None:
             uploads.add(files)
 
-    # Two ranks that upload the same files would abort each other's uploads (`data.multipart`).
+    # Two ranks that upload the same files would abort each other's uploads (`data.remote.multipart`).
     shared = config.take_over and config.upload is None and rank.world > 1
 
     def begin(shard: InputShard) -> bool:

@@ -25,11 +25,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from data.disk_errors import about
-from data.files import atomic_write, is_old, name_once, parse_object, read_object, remove_partial, to_disk, write_json
-from data.manifest import NAME, NULL_TEXT, REJECTED, Manifest
-from data.mds_index import INDEX
-from data.side_by_side import side_by_side
+from data.encoded.manifest import NAME, NULL_TEXT, REJECTED, Manifest
+from data.encoded.mds_index import INDEX
+from data.system.disk_errors import about
+from data.system.files import (
+    atomic_write,
+    is_old,
+    name_once,
+    parse_object,
+    read_object,
+    remove_partial,
+    to_disk,
+    write_json,
+)
+from data.system.side_by_side import side_by_side
 from precompute.config import EncodeConfig, changed_option
 from precompute.folder_gone import FolderGone
 from precompute.merged_index import END, merged_shards

@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # This script's folder must not stay on the import path: its files would hide other packages' modules.
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
-from data.locks import held
-from data.log import log
+from data.system.locks import held
+from data.system.log import log
 from precompute.pack_config import PackConfig
 from recipes.config.command_line import print_once, read_command_line, user_errors
 
@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> None:
     command = read_command_line(arguments, PackConfig, __doc__)
     config: PackConfig = command.config
     with user_errors():
-        from data.ranks import Rank
+        from data.system.ranks import Rank
         from precompute.output import OutputSet
         from recipes.config.build import build
 

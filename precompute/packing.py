@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from data.bpe import Vocabulary
-from data.files import write_text
-from data.locks import HeldByAnother, held
-from data.log import every_rank, log
-from data.ranks import Rank
+from data.encoded.text_manifest import TextManifest
 from data.sources.base import Rejected, Source
-from data.text_manifest import TextManifest
-from data.vocabulary_files import VOCABULARY, copy_vocabulary
+from data.system.files import write_text
+from data.system.locks import HeldByAnother, held
+from data.system.log import every_rank, log
+from data.system.ranks import Rank
+from data.tokenizers.bpe import Vocabulary
+from data.tokenizers.vocabulary_files import VOCABULARY, copy_vocabulary
 from precompute.claims import shards_to_do
 from precompute.config import source_options
 from precompute.folder_gone import FolderGone

@@ -15,8 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from data.log import every_rank
 from data.sources.base import InputShard, Rejected
+from data.system.log import every_rank
 from precompute.batch import DecodedBatch
 from precompute.columns import crop_column
 from precompute.encodings import Encodings, encode, encode_exactly

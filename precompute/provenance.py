@@ -6,7 +6,7 @@ from importlib.metadata import version
 from platform import python_version
 from typing import Any
 
-from data.manifest import NULL_TEXT
+from data.encoded.manifest import NULL_TEXT
 from precompute.columns import LatentColumns, TokenColumns
 from precompute.config import EncodeConfig
 from recipes.config.values import plain_values
@@ -50,7 +50,7 @@ def encoding_options(config: EncodeConfig, images: ImageEncoder, texts: TextEnco
 def manifest_fields(
     config: EncodeConfig, images: ImageEncoder, texts: TextEncoder | None, columns: LatentColumns | TokenColumns
 ) -> dict[str, Any]:
-    """The fields of `data.manifest.Manifest` that are not counted from the shards."""
+    """The fields of `data.encoded.manifest.Manifest` that are not counted from the shards."""
     image_encoder = {
         "component": plain_values(config.image_encoder),
         "id": images.id,

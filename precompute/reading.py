@@ -13,12 +13,12 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
 
-from data.files import read_if_object, write_json
-from data.helper_process import end_with_parent
-from data.interrupts import interrupts_after_forks
-from data.log import log
-from data.manifest import NAME as MANIFEST
-from data.mds_index import INDEX, Shard
+from data.encoded.manifest import NAME as MANIFEST
+from data.encoded.mds_index import INDEX, Shard
+from data.system.files import read_if_object, write_json
+from data.system.helper_process import end_with_parent
+from data.system.interrupts import interrupts_after_forks
+from data.system.log import log
 from precompute.file_figures import Column, ColumnFigures, FileFigures, file_figures
 
 AHEAD = 4  # files per process that are given out before their figures are taken

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.arrays import read_matrix
+from data.encoded.manifest import Manifest
 from data.image_grid import to_uint8
-from data.manifest import Manifest
 from data.sources.base import InputShard, Rejected, Sample, Source
+from data.system.arrays import read_matrix
 from precompute.batch import DecodedBatch, ImageFacts
 from precompute.columns import crop_column, stored_key
 from precompute.decode import DecodedBatches, Preparation

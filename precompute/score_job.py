@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from data.files import atomic_write, write_json
-from data.log import every_rank
-from data.ranks import Rank
 from data.score_files import FACTS, FOLDER, SUMMARY, ShardScores, read_facts, read_scores, score_file, write_scores
-from data.side_by_side import side_by_side
 from data.sources.base import DecodedSample, Sample, Source
 from data.sources.filters import Filter
+from data.system.files import atomic_write, write_json
+from data.system.log import every_rank
+from data.system.ranks import Rank
+from data.system.side_by_side import side_by_side
 from data.transforms import resize_and_crop
 from precompute.claims import shards_to_do
 from precompute.config import EncodeConfig, changed_option, source_options

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.disk_errors import about
-from data.manifest import REJECTED
+from data.encoded.manifest import REJECTED
 from data.sources.base import Rejected, rejected_line
+from data.system.disk_errors import about
 from precompute.folder_gone import FolderGone
 from precompute.mds_files import MDSFiles
 from precompute.output import DONE

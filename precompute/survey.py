@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from data.arrays import read_matrix
-from data.manifest import NULL_TEXT, Manifest
-from data.mds_index import Shard, read_index
+from data.encoded.manifest import NULL_TEXT, Manifest
+from data.encoded.mds_index import Shard, read_index
+from data.system.arrays import read_matrix
 from precompute.file_figures import LARGEST, Column, ColumnFigures, FileFigures, array_columns, open_file
 from precompute.reading import figures_of_files
 from precompute.totals import moments

@@ -15,7 +15,8 @@ def totals(markers: list[dict[str, Any]]) -> dict[str, Any]:
         markers: contents of every shard's done.json (see `precompute.writer.ShardWriter.finish`).
 
     Returns:
-        The fields samples, shards, bytes, reencoded, rejected, upscaled and latents of `data.manifest.Manifest`.
+        The fields samples, shards, bytes, reencoded, rejected, upscaled and latents of
+        `data.encoded.manifest.Manifest`.
     """
     resolutions = list(markers[0]["upscaled"]) if markers else []
     statistics = list(markers[0]["latents"]) if markers else []

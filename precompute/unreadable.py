@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from data.errors import Outage, one_line
 from data.sources.base import Rejected, Sample, Source
+from data.system.errors import Outage, one_line
 from precompute.claims import begun_shards
 from precompute.output import UNREADABLE, OutputSet
 from precompute.problems import Problem

@@ -10,14 +10,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from data.downloads import advice, ask_again, store_error
-from data.errors import one_line
-from data.files import write_text
-from data.helper_process import HelperProcess
-from data.log import every_rank
-from data.stores import STORES, Store, check_environment, open_store, scheme_of
+from data.remote.downloads import advice, ask_again, store_error
+from data.remote.stores import STORES, Store, check_environment, open_store, scheme_of
+from data.system.errors import one_line
+from data.system.files import write_text
+from data.system.helper_process import HelperProcess
+from data.system.log import every_rank
 
-RETRIES = 4  # of streaming's uploaders, for stores that `data.stores` has no client of
+RETRIES = 4  # of streaming's uploaders, for stores that `data.remote.stores` has no client of
 SCRIPT = Path(__file__).with_name("upload_process.py")
 MARKER = "uploaded.txt"  # in the folder of a shard, and of the whole set: the address of the copy
 

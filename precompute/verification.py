@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.files import write_json
+from data.encoded.manifest import NULL_TEXT, Manifest
 from data.image_grid import picture_grid, save_png
-from data.log import log
-from data.manifest import NULL_TEXT, Manifest
+from data.system.files import write_json
+from data.system.log import log
 from precompute.columns import LatentColumns, TokenColumns
 from precompute.config import EncodeConfig
 from precompute.job import columns_of, pick_device, preparation_of

@@ -21,9 +21,9 @@ ROOT = Path(__file__).resolve().parents[1]
 # This script's folder must not stay on the import path: its files would hide other packages' modules.
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
-from data.log import log
-from data.manifest import NAME as MANIFEST
-from data.threads import set_default_threads
+from data.encoded.manifest import NAME as MANIFEST
+from data.system.log import log
+from data.system.threads import set_default_threads
 from precompute.config import EncodeConfig
 from precompute.output import CONFIG
 from recipes.config.command_line import fail, path_of, read_command_line, user_errors

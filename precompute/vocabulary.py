@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # This script's folder must not stay on the import path: its files would hide other packages' modules.
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
-from data.log import log
+from data.system.log import log
 from precompute.config import VocabularyConfig
 from recipes.config.command_line import read_command_line, user_errors
 

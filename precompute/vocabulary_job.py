@@ -12,12 +12,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from data.bpe_training import train
-from data.files import atomic_write, write_json
-from data.log import log
 from data.sources.base import Rejected, Source
 from data.sources.filters import Filter
-from data.vocabulary_files import manifest_path, read_manifest
+from data.system.files import atomic_write, write_json
+from data.system.log import log
+from data.tokenizers.bpe_training import train
+from data.tokenizers.vocabulary_files import manifest_path, read_manifest
 from precompute.config import VocabularyConfig, changed_option
 from precompute.totals import counts_text
 from recipes.config.build import build

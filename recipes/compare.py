@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # This script's folder must not stay on the import path: its files would hide other packages' modules.
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
-from data.files import write_text
+from data.system.files import write_text
 from recipes.comparison.page import page
 from recipes.comparison.runs import read_runs
 from recipes.config.command_line import check_out, fail, path_of, user_errors

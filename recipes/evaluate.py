@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # This script's folder must not stay on the import path: its files would hide other packages' modules.
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
-from data.threads import set_default_threads
+from data.system.threads import set_default_threads
 from recipes.config.command_line import fail
 from recipes.evaluation import command, retrieval_command
 

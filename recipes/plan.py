@@ -22,7 +22,7 @@ import dataclasses
 import math
 from typing import Any
 
-from data.threads import set_default_threads
+from data.system.threads import set_default_threads
 from recipes.config.command_line import fail, path_of, user_errors
 from recipes.config.recipe import Recipe, load_config
 from recipes.config.values import ConfigError

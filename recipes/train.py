@@ -15,9 +15,9 @@ ROOT = Path(__file__).resolve().parents[1]
 # This script's folder must not stay on the import path: its files would hide other packages' modules.
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
-from data.garbage_collection import rare_searches
-from data.log import log
-from data.threads import set_default_threads
+from data.system.garbage_collection import rare_searches
+from data.system.log import log
+from data.system.threads import set_default_threads
 from recipes.config.command_line import print_once, read_command_line, user_errors
 from recipes.config.recipe import Recipe
 from recipes.planning.finding import raise_errors

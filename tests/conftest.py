@@ -19,7 +19,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from data.garbage_collection import RARELY
+from data.system.garbage_collection import RARELY
 from tests.ranks import do_not_wait_for_disks, start_server
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -138,7 +138,7 @@ def names_of_shared_memory():
     """
     from streaming.base.shared import prefix
 
-    from data.shared_names import own_names
+    from data.encoded.shared_names import own_names
 
     with own_names(), pytest.MonkeyPatch.context() as patch:
         numbers = prefix._each_prefix_int()
@@ -180,7 +180,7 @@ def clip_folder(tmp_path_factory) -> Path:
     import torch
     from safetensors.torch import save_file
 
-    from data.clip_library import open_clip
+    from data.tokenizers.clip_library import open_clip
 
     torch.manual_seed(1)
     clip = open_clip.CLIP(**CLIP)

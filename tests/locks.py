@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from data.locks import held
+from data.system.locks import held
 
 
 @contextmanager

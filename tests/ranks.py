@@ -165,7 +165,7 @@ def do_not_wait_for_disks() -> None:
 
 def preload() -> None:
     """Imports what workers and ranks would."""
-    from data.garbage_collection import RARELY
+    from data.system.garbage_collection import RARELY
 
     gc.set_threshold(*RARELY)
     with without_cuda():

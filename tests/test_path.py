@@ -10,7 +10,7 @@ import yaml
 from PIL import Image
 
 from data import openmoji
-from data.manifest import Manifest
+from data.encoded.manifest import Manifest
 from precompute import encode, vocabulary
 from recipes import generate, train
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.manifest import Manifest
-from data.mds_index import read_index
+from data.encoded.manifest import Manifest
+from data.encoded.mds_index import read_index
 from data.sources.base import Rejected, Sample
 from data.sources.mds import MDSSource
 from recipes.config.recipe import Recipe, load_config
-from tests.data.test_manifest import manifest, tokens
+from tests.data.encoded.test_manifest import manifest, tokens
 from tests.fuzzing import changed_bytes, changed_json, few, reads_or_refuses, values
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -115,7 +115,7 @@ def test_training_data_of_an_index_that_names_files_elsewhere(shards, tmp_path, 
 
 
 def open_set(folder):
-    from data.fetching import FetchingDataset, WholeStream
+    from data.encoded.fetching import FetchingDataset, WholeStream
 
     return FetchingDataset(streams=[WholeStream(local=str(folder))], batch_size=1)
 
@@ -124,7 +124,7 @@ def test_samples_and_sizes_that_an_index_invents(shards, tmp_path):
     """Neither is a line written for each, nor memory taken."""
     from streaming.base.format import reader_from_json
 
-    from data.column_reader import ColumnReader
+    from data.encoded.column_reader import ColumnReader
 
     shutil.copyfile(shards / "shard.00000.mds", tmp_path / "shard.00000.mds")
     (entry,) = read_index(shards)
@@ -148,7 +148,7 @@ def test_samples_and_sizes_that_an_index_invents(shards, tmp_path):
 def test_samples_of_shards(shards, tmp_path, data):
     from streaming.base.format import reader_from_json
 
-    from data.column_reader import ColumnReader
+    from data.encoded.column_reader import ColumnReader
 
     shutil.copyfile(shards / "index.json", tmp_path / "index.json")
     (tmp_path / "shard.00000.mds").write_bytes(data.draw(changed_bytes((shards / "shard.00000.mds").read_bytes())))
@@ -185,7 +185,7 @@ def test_an_index_with_numbers_that_no_file_can_have(samples, size, shards, tmp_
 def test_a_sample_that_claims_more_than_its_file_has_is_not_read(shards, tmp_path):
     from streaming.base.format import reader_from_json
 
-    from data.column_reader import ColumnReader
+    from data.encoded.column_reader import ColumnReader
 
     data = bytearray((shards / "shard.00000.mds").read_bytes())
     data[8:12] = struct.pack("<I", 0xFFFFFFF0)  # the end of the first sample
@@ -200,7 +200,7 @@ def test_a_sample_that_claims_more_than_its_file_has_is_not_read(shards, tmp_pat
 def test_columns_of_no_known_encoding(encoding, shards):
     from streaming.base.format import reader_from_json
 
-    from data.column_reader import ColumnReader
+    from data.encoded.column_reader import ColumnReader
 
     (entry,) = read_index(shards)
     entry["column_encodings"][entry["column_names"].index("mean")] = encoding
@@ -257,7 +257,7 @@ def test_yamls_of_many_keys(tmp_path):
 @pytest.fixture(scope="module")
 def vocabulary() -> dict:
     """A vocabulary file's JSON: the bytes and two merges."""
-    from data.bpe_training import train
+    from data.tokenizers.bpe_training import train
 
     return json.loads(train(["a dot on a wall"] * 3, 258).to_str())
 
@@ -265,7 +265,7 @@ def vocabulary() -> dict:
 @few
 @given(st.data())
 def test_vocabularies(vocabulary, tmp_path, data):
-    from data.bpe import Vocabulary
+    from data.tokenizers.bpe import Vocabulary
 
     (tmp_path / "v.json").write_text(json.dumps(data.draw(changed_json(vocabulary) | values)))
     read = reads_or_refuses(Vocabulary.read, tmp_path / "v.json")

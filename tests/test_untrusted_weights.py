@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.encoded_sets import EncodedSet
+from data.encoded.sets import EncodedSet
 from tests.fuzzing import Bomb, changed_bytes, changed_json, few, reads_or_refuses, values
 
 # --- exports -----------------------------------------------------------------------------------------------------

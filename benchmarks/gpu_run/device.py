@@ -19,7 +19,7 @@ MODULES = (
     "torch.nn.attention.flex_attention",
     "composer",
     "diffusers",
-    "data.clip_library",  # open_clip without wandb, which would take a minute
+    "data.tokenizers.clip_library",  # open_clip without wandb, which would take a minute
     "streaming",
     "pytest",
     "recipes.engines.composer.trainer",

@@ -14,7 +14,7 @@ from benchmarks.encode_reading import write_tar
 from benchmarks.gpu_run.context import Context
 from benchmarks.latent_sets import encoder_components
 from benchmarks.random_encoders import TEXTS, VAES, write_encoders
-from data.ranks import Rank
+from data.system.ranks import Rank
 from precompute.config import EncodeConfig
 from precompute.job import run
 from precompute.output import OutputSet

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks import reporting
 from benchmarks.gpu_run.records import RECORDS, Attempt, Records, attempts, merged, rows_of, that_count
 from benchmarks.reporting import as_text, describe, table
-from data.files import write_text
+from data.system.files import write_text
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "gpu.md"
 BEGIN, END = "<!-- results begin -->", "<!-- results end -->"

@@ -36,7 +36,7 @@ from benchmarks.reporting import reason
 from benchmarks.steady import Steady, UnderLightning, run_until
 from benchmarks.training import unet_flops
 from callbacks.peak_flops import NumberFormat, number_format_of, peak_flops
-from data.log import log
+from data.system.log import log
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe
 from recipes.engines import parts

@@ -8,9 +8,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from data.aliases import InputPath
-from data.mds_index import INDEX, read_index
-from data.memory import MEMORY
+from data.encoded.mds_index import INDEX, read_index
 from data.sources.base import MAX_FILE_BYTES, ReadOnce, Rejected, Sample, assemble, shard_ids, try_again
+from data.system.memory import MEMORY
 
 _FILES = ("bytes", "jpeg", "png")  # encodings that hold an image's file as it is
 _IMAGES = (*_FILES, "pil")

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from data.aliases import InputPath
-from data.memory import MEMORY
-from data.side_by_side import side_by_side
 from data.sources.base import ReadOnce, Rejected, Sample, assemble, files_below, shard_ids, try_again
 from data.sources.parquet_footer import RowGroup, row_groups
 from data.sources.parquet_pages import check_pages
+from data.system.memory import MEMORY
+from data.system.side_by_side import side_by_side
 
 BATCH_ROWS = 32  # a batch is held in memory, and an image may have megabytes
 

@@ -31,10 +31,7 @@ from typing import BinaryIO
 
 import braceexpand
 
-from data.disk_errors import disk_error
-from data.downloads import advice, fetch, shown, store_error
-from data.errors import one_line
-from data.side_by_side import side_by_side
+from data.remote.downloads import advice, fetch, shown, store_error
 from data.sources.base import (
     IMAGE_SUFFIXES,
     MAX_FILE_BYTES,
@@ -45,6 +42,9 @@ from data.sources.base import (
     shard_ids,
     try_again,
 )
+from data.system.disk_errors import disk_error
+from data.system.errors import one_line
+from data.system.side_by_side import side_by_side
 
 SCHEMES = ("file", "http", "https", "s3", "gs")
 MAX_SHARDS = 1_000_000

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from data.aliases import InputPath
-from data.files import read_object
 from data.sources.base import Rejected, Sample
+from data.system.files import read_object
 
 
 class UnsharedSource:

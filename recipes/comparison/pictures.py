@@ -13,8 +13,8 @@ from typing import Any
 from PIL import Image
 
 from data.image_grid import cut_grid
-from data.log import log
 from data.sources.filters import FORMATS
+from data.system.log import log
 
 GRIDS = ("sample_grid", "token_grid")  # callbacks that write grids of prompts
 WHOLE = {"reconstructions": "Images and their reconstructions"}  # folder -> what its grids show

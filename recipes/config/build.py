@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from data.errors import Outage
-from data.manifest import Manifest
+from data.encoded.manifest import Manifest
+from data.system.errors import Outage
 from recipes.config.components import BASES, NAMED
 from recipes.config.entry_points import all_components
 from recipes.config.schema import Checker, Component, read_signature

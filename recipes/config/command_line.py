@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.disk_errors import disk_error, disk_line
-from data.errors import Outage
+from data.system.disk_errors import disk_error, disk_line
+from data.system.errors import Outage
 from recipes.config.entry_points import all_components, packages
 from recipes.config.recipe import load_config, to_yaml
 from recipes.config.schema import Parameter, read_section, readable_keys, subsections
@@ -112,7 +112,7 @@ def check_out(path: Path) -> None:
 def user_errors() -> Iterator[None]:
     """Exit with one line, without a traceback, on errors that a user can correct: ValueError, FileNotFoundError,
     ConnectionError (a server that does not answer), and those of disks that are full, read-only or the like
-    (`data.disk_errors`), and on a lack of memory. Ctrl-C is one line, too, with status 130."""
+    (`data.system.disk_errors`), and on a lack of memory. Ctrl-C is one line, too, with status 130."""
     try:
         yield
     except KeyboardInterrupt:

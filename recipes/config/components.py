@@ -28,8 +28,8 @@ COMPONENTS: dict[str, dict[str, str]] = {
         "pictures": "data.pictures:pictures",
     },
     "stream": {
-        "local": "data.encoded_sets:local_set",
-        "remote": "data.encoded_sets:remote_set",
+        "local": "data.encoded.sets:local_set",
+        "remote": "data.encoded.sets:remote_set",
     },
     "source": {
         "tars": "data.sources.tars:TarSource",

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import yaml
 
 from data.aliases import Duration, InputPath
-from data.stores import FORMS, STORES, malformed, scheme_of
+from data.remote.stores import FORMS, STORES, malformed, scheme_of
 from recipes.config.components import COMPONENTS
 from recipes.config.entry_points import all_components
 from recipes.config.keys import unknown_key

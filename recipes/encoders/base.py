@@ -14,8 +14,8 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import Tensor, nn
 
-from data.errors import one_line
-from data.log import log
+from data.system.errors import one_line
+from data.system.log import log
 from recipes.models.family import NotInDiffusersError
 from recipes.models.sampling import DTYPES, Precision
 

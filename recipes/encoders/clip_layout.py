@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-from data.clip_library import open_clip
-from data.errors import one_line
+from data.system.errors import one_line
+from data.tokenizers.clip_library import open_clip
 
 # OpenCLIP pads with token 0, which is also the letter "!" inside of words. It gets a second name for padding, because
 # transformers would take each "!" of a caption for padding otherwise.

@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import nn
 
-from data.clip_words import bound
+from data.tokenizers.clip_words import bound
 from recipes.encoders.base import cannot_load
 from recipes.models.config_files import build_from, is_number, read_object
 from recipes.models.torch_files import checked
@@ -36,7 +36,7 @@ def load_open_clip(model: str, pretrained: str | None, key: str) -> nn.Module:
         FileNotFoundError: a local folder or file is missing.
         ValueError: an unknown model or tag, or one that cannot be loaded.
     """
-    from data.clip_library import open_clip
+    from data.tokenizers.clip_library import open_clip
 
     check_names(model, pretrained, key)
 
@@ -64,7 +64,7 @@ def open_clip_tokenizer(model: str) -> Any:
     Raises:
         ValueError: the config in its folder names one that cannot be opened, or that would run code of the folder.
     """
-    from data.clip_library import open_clip
+    from data.tokenizers.clip_library import open_clip
 
     if not model.startswith(LOCAL_PREFIX):
         return bound(open_clip.get_tokenizer(model))
@@ -80,7 +80,7 @@ def open_clip_tokenizer(model: str) -> Any:
 
 def check_names(model: str, pretrained: str | None, key: str) -> None:
     """Whether there is such a model of open_clip. Arguments and errors as of `load_open_clip`."""
-    from data.clip_library import open_clip
+    from data.tokenizers.clip_library import open_clip
 
     if model.startswith(LOCAL_PREFIX):
         if pretrained is not None:
@@ -111,7 +111,7 @@ def check_names(model: str, pretrained: str | None, key: str) -> None:
 
 def has_quick_gelu(model: str) -> bool:
     """Whether open_clip builds a model of its lists with OpenAI's approximation of the GELU."""
-    from data.clip_library import open_clip
+    from data.tokenizers.clip_library import open_clip
 
     return bool((open_clip.get_model_config(model) or {}).get("quick_gelu"))
 
@@ -123,7 +123,7 @@ def check_activation(model: str, pretrained: str | None, key: str) -> None:
     Raises:
         ValueError: it has not.
     """
-    from data.clip_library import open_clip
+    from data.tokenizers.clip_library import open_clip
 
     trained = pretrained is not None and (open_clip.get_pretrained_cfg(model, pretrained) or {}).get("quick_gelu")
     if trained and not has_quick_gelu(model):

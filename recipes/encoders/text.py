@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from data.aliases import InputPath
-from data.clip_words import bound
+from data.tokenizers.clip_words import bound
 from recipes.encoders.base import ModelPath, TextEncoder, cannot_load
 from recipes.encoders.open_clip_models import (
     LOCAL_PREFIX,

@@ -16,10 +16,10 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from data.downloads import advice, store_error
-from data.errors import one_line
-from data.files import atomic_folder, atomic_write
-from data.stores import check_environment, open_store
+from data.remote.downloads import advice, store_error
+from data.remote.stores import check_environment, open_store
+from data.system.errors import one_line
+from data.system.files import atomic_folder, atomic_write
 from recipes.training.checkpoint_names import KINDS, batch_of
 
 LATEST = "latest.json"  # names the newest checkpoint, its link in the run's folder, and those that are kept
@@ -33,7 +33,7 @@ class Bucket:
     """A folder of a bucket.
 
     Args:
-        address: s3://, gs:// or azure://; see `data.stores.FORMS`.
+        address: s3://, gs:// or azure://; see `data.remote.stores.FORMS`.
 
     Raises:
         ValueError: from `check_environment`.

@@ -8,9 +8,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from data.errors import Outage, one_line
-from data.helper_process import HelperProcess
-from data.log import log
+from data.system.errors import Outage, one_line
+from data.system.helper_process import HelperProcess
+from data.system.log import log
 from recipes.engines.bucket import Bucket
 from recipes.engines.record import RECORD, record_with
 from recipes.training.checkpoint_names import batch_of

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from data.disk_errors import ADVICE, disk_error
-from data.files import point_to, to_disk
-from data.log import log
+from data.system.disk_errors import ADVICE, disk_error
+from data.system.files import point_to, to_disk
+from data.system.log import log
 from recipes.engines.checkpoint_copies import CheckpointCopies
 from recipes.engines.loggers import RunLoggers
 from recipes.engines.record import keep_with, record_with

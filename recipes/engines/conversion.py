@@ -11,8 +11,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from data.files import atomic_write, point_to
-from data.freed_memory import give_back_from_now_on
+from data.system.files import atomic_write, point_to
+from data.system.freed_memory import give_back_from_now_on
 from recipes.engines.composer.callback_states import packed, unpacked
 from recipes.engines.counts import Counts
 from recipes.engines.deferred import Deferred

@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # This script's folder must not stay on the import path: its files would hide other packages' modules.
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
-from data.helper_process import serve
+from data.system.helper_process import serve
 from recipes.engines.bucket import Bucket
 
 

@@ -60,7 +60,7 @@ def in_present_batches(counts: Counts, loading: Loading, *, global_batch: int, r
     total = epoch_batches(loading)
     if total is None or loading.samples is None or not counts.batch_in_epoch:
         return counts
-    # Of a rank, as `data.encoded_dataset.EncodedLoader` counts them.
+    # Of a rank, as `data.encoded.dataset.EncodedLoader` counts them.
     samples, batch = max(0, math.ceil((loading.samples - counts.sample_in_epoch) / ranks)), global_batch // ranks
     left = samples // batch if loading.loader.drop_last else math.ceil(samples / batch)
     return replace(counts, batch_in_epoch=max(0, total - left))

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from data.log import log
+from data.system.log import log
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.algorithms.powersgd.lever import PowerSGD
 from recipes.algorithms.sharding.first_rank import loose_tensors

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from data.files import point_to, write_text
-from data.log import log
+from data.system.files import point_to, write_text
+from data.system.log import log
 from recipes.engines.bucket import Bucket
 from recipes.engines.record import RECORD, keep_texts
 from recipes.training.checkpoint_names import batch_of, newest_of_all

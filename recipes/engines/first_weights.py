@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.files import read_if_object
-from data.log import log
+from data.system.files import read_if_object
+from data.system.log import log
 from recipes.config.build import build, build_on_meta
 from recipes.config.recipe import Recipe
 from recipes.models.task import Task

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from data.log import log
+from data.system.log import log
 from recipes.training.ranks import rank, world_size
 
 

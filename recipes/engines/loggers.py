@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from data.files import atomic_write
 from data.ranges import check_least
+from data.system.files import atomic_write
 from recipes.engines.mlflow_writer import MLflowWriter
 from recipes.engines.tensorboard_files import TensorBoardWriter
 from recipes.engines.tracking import mlflow_run

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from data.downloads import shown, without_logins
-from data.errors import one_line
-from data.log import log
+from data.remote.downloads import shown, without_logins
+from data.system.errors import one_line
+from data.system.log import log
 from recipes.engines.tracking import ask_once, log_parameters, refused
 
 if TYPE_CHECKING:  # the import takes seconds, and few runs need it

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from data.encoded_dataset import EncodedDataset, keys_of
-from data.garbage_collection import rare_searches
+from data.encoded.dataset import EncodedDataset, keys_of
 from data.loading import Loading, Placement, end_idle_workers
-from data.log import log
+from data.system.garbage_collection import rare_searches
+from data.system.log import log
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.algorithms.gradients.block_all_reduce import BlockAllReduce
 from recipes.algorithms.gradients.clipping import ClipByNorm

@@ -28,8 +28,8 @@ from torch.distributed.checkpoint import metadata as metadata_format
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.torch_version import TorchVersion
 
-from data.errors import first_line, one_line
-from data.memory import NotEnoughMemory, memory_to_read
+from data.system.errors import first_line, one_line
+from data.system.memory import NotEnoughMemory, memory_to_read
 from recipes.engines.legacy_checkpoints import check_names
 from recipes.models import torch_files
 
@@ -273,7 +273,7 @@ def plain_pickles() -> Iterator[None]:
             if known and not isinstance(cause, UnicodeError):
                 raise type(cause)(str(cause)) from error
             if _of_system(cause):
-                raise  # `data.disk_errors` finds it in there
+                raise  # `data.system.disk_errors` finds it in there
             reason = first_line(cause)
             if "Missing key" in reason:
                 raise ValueError(f"a sharded checkpoint: not of this model ({reason})") from error

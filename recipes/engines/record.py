@@ -13,10 +13,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from data.files import atomic_folder, read_object, write_json, write_text
+from data.encoded.manifest import Manifest
 from data.loading import Loading
-from data.log import log
-from data.manifest import Manifest
+from data.system.files import atomic_folder, read_object, write_json, write_text
+from data.system.log import log
 from recipes.config.build import import_builder
 from recipes.config.differences import Difference, differences
 from recipes.config.recipe import Recipe, load_config, to_yaml

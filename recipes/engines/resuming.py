@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import nn
 
-from data.stores import scheme_of
+from data.remote.stores import scheme_of
 from recipes.config.recipe import Checkpoints, Recipe
 from recipes.engines.bucket import Bucket
 from recipes.engines.checkpoint_files import OLD, PARTIAL, remove
@@ -22,7 +22,7 @@ from recipes.engines.shared_folder import check_shared
 from recipes.training.checkpoint_names import KINDS, Kind, batch_of, check_engine, newest_of_all
 from recipes.training.ranks import by_first_rank
 
-# What `data.files` writes before it renames: the name, often the machine, and the process.
+# What `data.system.files` writes before it renames: the name, often the machine, and the process.
 HALF = re.compile(r"\..+\.\d+")
 # The same in folders where users may have files of their own.
 HALF_DRAWN = re.compile(r"\..+\.(db|json|png|txt|yaml)\..+\.\d+(-journal)?")

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.disk_errors import about
+from data.system.disk_errors import about
 from recipes.engines.deferred import Deferred
 from recipes.engines.plain_pickles import damaged, plain_metadata
 from recipes.models import torch_files

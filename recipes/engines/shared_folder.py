@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from data.disk_errors import about
+from data.system.disk_errors import about
 from recipes.training.ranks import by_first_rank, world_size
 
 PATIENCE = 60.0  # seconds: what mounts a bucket as a folder may look for new files once a minute

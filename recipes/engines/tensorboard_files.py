@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from data.disk_errors import ADVICE, disk_error
-from data.log import log
+from data.system.disk_errors import ADVICE, disk_error
+from data.system.log import log
 
 SAID = 60.0  # seconds between lines about it
 MOST = 2**20  # bytes that wait for a flush

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.downloads import shown, without_logins
-from data.files import write_text
-from data.log import log
+from data.remote.downloads import shown, without_logins
+from data.system.files import write_text
+from data.system.log import log
 from recipes.config.recipe import Recipe
 from recipes.engines.record import TRACKED, record_of
 from recipes.training.checkpoint_names import has_checkpoints

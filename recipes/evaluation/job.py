@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from data.files import atomic_write
-from data.log import log
-from data.ranks import Rank
+from data.system.files import atomic_write
+from data.system.log import log
+from data.system.ranks import Rank
 from recipes.evaluation.config import Evaluation
 from recipes.scoring.reference import blurred, fingerprint
 from recipes.scoring.reranking import IMAGES_AT_ONCE, Reranker

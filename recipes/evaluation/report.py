@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from data.files import atomic_write, write_json, write_text
+from data.system.files import atomic_write, write_json, write_text
 
 
 def write_report(result: dict[str, Any], folder: Path) -> None:

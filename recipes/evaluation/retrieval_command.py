@@ -23,7 +23,7 @@ def main(arguments: list[str], usage: str | None) -> None:
     with user_errors():
         result = evaluate(options)
         if options.out is not None:
-            from data.files import write_json
+            from data.system.files import write_json
 
             write_json(options.out, result, indent=2)
         print(table(result))

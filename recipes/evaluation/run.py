@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from data.log import log
-from data.manifest import NAME as MANIFEST
-from data.manifest import NULL_TEXT
-from data.ranks import Rank
+from data.encoded.manifest import NAME as MANIFEST
+from data.encoded.manifest import NULL_TEXT
 from data.sources.base import Sample
-from data.threads import all_cores
-from data.vocabulary_files import VOCABULARY
+from data.system.log import log
+from data.system.ranks import Rank
+from data.system.threads import all_cores
+from data.tokenizers.vocabulary_files import VOCABULARY
 from recipes.config.build import build
 from recipes.config.values import plain_values
 from recipes.evaluation.config import Evaluation

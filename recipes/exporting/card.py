@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from data.manifest import NAME as MANIFEST
-from data.manifest import Manifest
+from data.encoded.manifest import NAME as MANIFEST
+from data.encoded.manifest import Manifest
 from recipes.generation.exports import read_record
 
 SNIPPETS = {

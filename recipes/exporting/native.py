@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from callbacks.export import bundle_of, export_folder
-from data.encoded_sets import EncodedSet
-from data.files import write_json
+from data.encoded.manifest import NAME as MANIFEST
+from data.encoded.sets import EncodedSet
 from data.loading import Loading
-from data.manifest import NAME as MANIFEST
-from data.vocabulary_files import VOCABULARY
+from data.system.files import write_json
+from data.tokenizers.vocabulary_files import VOCABULARY
 from recipes.config.build import build, build_on_meta, encoders_of
 from recipes.config.recipe import Recipe, load_config
 from recipes.config.schema import Component

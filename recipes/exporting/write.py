@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Literal
 
 from callbacks.export import ENCODERS
-from data.disk_errors import about
-from data.files import atomic_folder, write_text
-from data.log import log
-from data.manifest import NAME as MANIFEST
+from data.encoded.manifest import NAME as MANIFEST
+from data.system.disk_errors import about
+from data.system.files import atomic_folder, write_text
+from data.system.log import log
 from recipes.config.build import imported
 from recipes.exporting.card import model_card
 from recipes.exporting.checkpoints import find_checkpoint

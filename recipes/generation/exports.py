@@ -8,9 +8,9 @@ import typing
 from pathlib import Path
 from typing import Any, Literal
 
-from data.garbage_collection import rare_searches
-from data.manifest import NAME as MANIFEST
-from data.manifest import Manifest
+from data.encoded.manifest import NAME as MANIFEST
+from data.encoded.manifest import Manifest
+from data.system.garbage_collection import rare_searches
 from recipes.config.build import encoders_of, imported
 from recipes.config.entry_points import all_components
 from recipes.models.config_files import read_object

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from data import files
-from data.errors import one_line
-from data.memory import NotEnoughMemory, memory_to_read
+from data.system import files
+from data.system.errors import one_line
+from data.system.memory import NotEnoughMemory, memory_to_read
 
 Built = TypeVar("Built")
 LARGEST = 10_000  # number that a config may hold, whatever the weights

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.manifest import Manifest
+from data.encoded.manifest import Manifest
 
 
 class NotInDiffusersError(ValueError):

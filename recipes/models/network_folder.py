@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 from safetensors.torch import save_file
 from torch import nn
 
-from data.files import write_json
+from data.system.files import write_json
 from recipes.models.task import Task
 from recipes.models.tensor_plan import TensorPlan
 from recipes.models.weights import Upgrade, check_config, load_safetensors, open_network, read_safetensors

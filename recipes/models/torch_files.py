@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, _weights_only_unpickler
 
-from data.memory import memory_to_read
+from data.system.memory import memory_to_read
 
 # The functions that build the tensors of state dicts: dense ones in memory, also of dtypes such as float8 and uint16.
 DENSE = {f"_rebuild_{kind}" for kind in ("tensor", "tensor_v2", "tensor_v3", "parameter", "parameter_with_state")}

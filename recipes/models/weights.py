@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from data.errors import first_line
-from data.memory import NotEnoughMemory, memory_to_read
+from data.system.errors import first_line
+from data.system.memory import NotEnoughMemory, memory_to_read
 from recipes.models import torch_files
 from recipes.models.config_files import build_from, read_object
 

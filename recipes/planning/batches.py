@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from data.cost import FLOAT
-from data.manifest import NAME, Manifest
+from data.encoded.manifest import NAME, Manifest
 from recipes.config.build import build
 from recipes.config.recipe import Recipe
 from recipes.config.values import Component

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from data.cost import count_text, size_text
-from data.memory import MEMORY
-from data.process_groups import leave
+from data.system.memory import MEMORY
+from data.system.process_groups import leave
 from recipes.models.sampling import DTYPES
 from recipes.planning.gpus import Device, Shares
 from recipes.planning.link_checks import all_reduce_rate, synchronize

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from data.cost import count_text, size_text
-from data.manifest import NAME as MANIFEST
-from data.manifest import Manifest
-from data.mds_index import INDEX, read_index
+from data.encoded.manifest import NAME as MANIFEST
+from data.encoded.manifest import Manifest
+from data.encoded.mds_index import INDEX, read_index
+from data.encoded.stale_memory import MEMORY
+from data.encoded.text_manifest import NAME as TEXT_MANIFEST
 from data.ranges import bytes_of
-from data.stale_memory import MEMORY
-from data.text_manifest import NAME as TEXT_MANIFEST
 from recipes.config.recipe import Recipe
 from recipes.config.schema import read_signature
 from recipes.config.values import Component

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.files import write_json
+from data.system.files import write_json
 
 GIB = 1 << 30
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from data.cost import FLOAT, all_reduce_bytes, size_text
-from data.process_groups import leave
+from data.system.process_groups import leave
 from recipes.planning.finding import Finding
 
 # Clocks that differ by more than this confuse logs, and certificates and tokens of object stores.

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from data import stale_memory as stale
 from data.cost import size_text
+from data.encoded import stale_memory as stale
 from recipes.config.source_code import ROOT
 from recipes.planning.finding import Finding
 

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from data.errors import one_line
-from data.log import log
+from data.system.errors import one_line
+from data.system.log import log
 from recipes.encoders.base import weights_hash
 from recipes.models.weights import read_tensors
 from recipes.scoring.reranking import Reranker

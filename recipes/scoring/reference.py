@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageFilter
 
-from data.files import atomic_write
-from data.log import log
 from data.sources.base import DecodedSample, Rejected, Sample
 from data.sources.filters import Filter
+from data.system.files import atomic_write
+from data.system.log import log
 from data.transforms import resize_and_crop
 
 BATCH = 256  # pictures in memory at once

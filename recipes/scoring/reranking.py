@@ -41,7 +41,7 @@ class Reranker:
     """
 
     def __init__(self, name: str, device: str, key: str = "--rerank") -> None:
-        from data.clip_library import open_clip
+        from data.tokenizers.clip_library import open_clip
 
         folder = Path(os.path.expanduser(name))
         model, _, tag = name.partition("/")

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.files import point_to
+from data.system.files import point_to
 
 REST = "rest.pt"  # of a sharded checkpoint of Lightning
 NAME = re.compile(r"ep(?P<epoch>\d+)-ba(?P<batch>\d+)")  # how the names of all checkpoints begin

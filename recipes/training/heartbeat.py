@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from data.log import say
+from data.system.log import say
 
 VARIABLE = "PRECOMPOSE_HEARTBEATS"
 
@@ -50,7 +50,7 @@ class HeartbeatFile:
         partial = self._path.with_name(f".{self._path.name}")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            # Not data.files.write_text, which waits for the disk: the file need not outlive the machine.
+            # Not data.system.files.write_text, which waits for the disk: the file need not outlive the machine.
             partial.write_text(text, encoding="utf-8")
             partial.replace(self._path)
         except OSError as error:

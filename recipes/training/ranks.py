@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.errors import Outage
+from data.system.errors import Outage
 
 _calls = count()  # of `by_first_rank`, the same on all ranks
 # As gloo, NCCL and the key-value store say it.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
-from data.locks import held
+from data.system.locks import held
 
 LOCK = ".lock"
 # Seconds. A launcher may be gone while its ranks save a large checkpoint; a loop has started the run again by then.

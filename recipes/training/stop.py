@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from data.helper_process import end_with_parent
-from data.log import say
+from data.system.helper_process import end_with_parent
+from data.system.log import say
 
 EXIT_CODE = 85  # "start me again": unused by shells, by Python and by launchers
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)

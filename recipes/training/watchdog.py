@@ -20,9 +20,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
-from data.files import write_text
-from data.log import say
-from data.worker_stacks import keep_stacks, stacks_of_workers
+from data.system.files import write_text
+from data.system.log import say
+from data.workers.stacks import keep_stacks, stacks_of_workers
 from recipes.training.heartbeat import HeartbeatFile
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import killing_training
 from benchmarks.killing_training import flat, hashed, killed_runs
-from data.files import write_text
+from data.system.files import write_text
 from recipes.training.stop import EXIT_CODE
 
 

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from callbacks.prompt_grid import PromptGrid
 from callbacks.sample_grid import SampleGrid
+from data.encoded.manifest import Manifest
 from data.loading import Loading
-from data.manifest import Manifest
 from recipes.algorithms.sharding.shard import shard
 from recipes.config.build import build, encoders_of
 from recipes.config.recipe import Recipe, load_config

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from callbacks import progress
+from data.encoded.manifest import Manifest
 from data.loading import Loading
-from data.manifest import Manifest
 from recipes.config.build import build, encoders_of
 from recipes.config.components import COMPONENTS
 from recipes.config.schema import Checker

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from callbacks.export import Export, encoder_files, export
-from data.bpe import Vocabulary
+from data.encoded.manifest import Manifest
 from data.loading import Loading
-from data.manifest import Manifest
+from data.tokenizers.bpe import Vocabulary
 from recipes.config.build import encoder_components, encoders_of
 from recipes.models.task import Task
 from tests.callbacks.export_ranks import check_exports

@@ -9,8 +9,8 @@ import pytest
 import torch
 from streaming import StreamingDataset
 
-from data.encoded_dataset import key_seed
-from data.encoded_sets import EncodedSet, local_set, remote_set
+from data.encoded.dataset import key_seed
+from data.encoded.sets import EncodedSet, local_set, remote_set
 from data.latents import LatentTransform, latents
 from data.loading import Placement
 from data.random_numbers import seeds_of

@@ -12,12 +12,12 @@ import torch
 from PIL import Image
 from torch.utils.data import IterableDataset
 
-from data.clip_library import open_clip
-from data.errors import Outage
 from data.loading import Placement
 from data.pictures import pictures
 from data.sources.base import Rejected, Sample
 from data.sources.filters import Filter
+from data.system.errors import Outage
+from data.tokenizers.clip_library import open_clip
 
 
 class Numbered:

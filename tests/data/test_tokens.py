@@ -10,9 +10,9 @@ import pytest
 import torch
 from streaming import StreamingDataset
 
-from data.bpe import Vocabulary
-from data.encoded_sets import local_set
+from data.encoded.sets import local_set
 from data.loading import Placement
+from data.tokenizers.bpe import Vocabulary
 from data.tokens import sample_seed, tokens
 from tests.fuzzing import other_encoding
 

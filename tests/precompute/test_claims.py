@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.killing import digests
-from data.manifest import Manifest
-from data.ranks import Rank
+from data.encoded.manifest import Manifest
+from data.system.ranks import Rank
 from precompute.claims import LOST, Claims, begun_shards, shards_to_do
 from precompute.encode import main
 from precompute.job import _finish

@@ -12,7 +12,7 @@ from streaming.base.hashing import get_hashes
 from streaming.base.storage.download import DOWNLOADER_MAPPINGS
 from streaming.base.storage.upload import UPLOADERS
 
-from data.ranks import Rank
+from data.system.ranks import Rank
 from precompute.columns import LatentColumns
 from precompute.config import COMPRESSIONS, HASHES, UPLOADED, EncodeConfig, VocabularyConfig
 from precompute.dry_run import encode_report, image_shape, text_shape

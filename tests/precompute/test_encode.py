@@ -11,7 +11,7 @@ from diffusers import AutoencoderKL
 from PIL import Image
 
 from benchmarks.killing import digests
-from data.manifest import Manifest
+from data.encoded.manifest import Manifest
 from data.sources.filters import Filter
 from data.sources.tars import TarSource
 from data.transforms import crop_box, resize_and_crop

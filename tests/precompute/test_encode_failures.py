@@ -12,10 +12,10 @@ from torch.utils.data import get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from benchmarks.killing import digests, fork
-from data.locks import held
-from data.manifest import Manifest
+from data.encoded.manifest import Manifest
 from data.sources.filters import Filter
 from data.sources.tars import TarSource
+from data.system.locks import held
 from precompute import pipeline
 from precompute.encode import main
 from precompute.output import OutputSet
@@ -327,6 +327,6 @@ def test_a_worker_that_dies_is_reported(recipe, monkeypatch, capsys):
         os._exit(9)
 
     monkeypatch.setattr(Filter, "decode", die)
-    monkeypatch.setattr("data.quarantine.LIMIT", 3)
+    monkeypatch.setattr("data.workers.quarantine.LIMIT", 3)
     error = expect_error([recipe(workers=1)], capsys)
     assert "a decoding process died" in error and "shm" in error

@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
-from data.ranks import Rank
-from data.side_by_side import AHEAD, GROUP
+from data.system.ranks import Rank
+from data.system.side_by_side import AHEAD, GROUP
 from precompute.job import MERGING, _finish
 from precompute.output import OutputSet
 from precompute.totals import totals

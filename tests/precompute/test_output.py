@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 from streaming import StreamingDataset
 
-from data.files import to_disk, write_json
-from data.manifest import Manifest
-from data.ranks import Rank
+from data.encoded.manifest import Manifest
 from data.sources.base import Rejected
+from data.system.files import to_disk, write_json
+from data.system.ranks import Rank
 from precompute import merged_index
 from precompute.config import EncodeConfig, reading, source_options
 from precompute.job import _finish

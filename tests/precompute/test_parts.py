@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from data.log import every_rank, log
-from data.ranks import Rank
 from data.sources.base import InputShard, Position, Rejected
+from data.system.log import every_rank, log
+from data.system.ranks import Rank
 from precompute import upload
 from precompute.batch import DecodedBatch, ShardEnd
 from precompute.columns import LatentColumns

@@ -8,8 +8,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from data.manifest import Manifest
-from data.mds_index import read_index
+from data.encoded.manifest import Manifest
+from data.encoded.mds_index import read_index
 from precompute import reading
 from precompute.file_figures import Column, FileFigures, array_columns, file_figures
 from precompute.reading import figures_of_files

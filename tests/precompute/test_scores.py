@@ -13,13 +13,13 @@ import pytest
 import yaml
 from PIL import Image
 
-from data.files import write_json
 from data.score_files import ShardScores, read_scores, score_file, write_scores
 from data.sources.base import Rejected, Sample
 from data.sources.filters import Filter
 from data.sources.folder import FolderSource
 from data.sources.scored import ScoredSource
 from data.sources.unshared import UnsharedSource
+from data.system.files import write_json
 from precompute import duplicates, score_job, scores
 from precompute.claims import LOST, Claims
 from precompute.duplicates import similar_rows

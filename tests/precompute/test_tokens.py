@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from data.crops import transformer_crop
-from data.manifest import Manifest
+from data.encoded.manifest import Manifest
 from data.sources.filters import Filter
 from data.sources.tars import TarSource
 from data.transforms import resize

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from data.errors import Outage
+from data.system.errors import Outage
 from precompute.output import DONE, OutputSet
 from precompute.problems import Problem
 from precompute.unreadable import Unreadable, could_not_be_read, not_done, read_samples

@@ -53,7 +53,7 @@ def change(folder: Path, column: str, row: int, values: np.ndarray, rehash: bool
     """Writes a column of a stored sample anew; with `rehash`, the index has the hash of the changed file."""
     from streaming.base.format import reader_from_json
 
-    from data.column_reader import ColumnReader
+    from data.encoded.column_reader import ColumnReader
 
     index = json.loads((folder / "index.json").read_text())
     entry = index["shards"][0]

@@ -5,10 +5,10 @@ from functools import partial
 
 import pytest
 
-from data.bpe import Vocabulary
 from data.sources.filters import Filter
 from data.sources.tars import TarSource
-from data.vocabulary_files import manifest_path
+from data.tokenizers.bpe import Vocabulary
+from data.tokenizers.vocabulary_files import manifest_path
 from precompute.vocabulary import main
 from precompute.vocabulary_job import Captions
 from tests.precompute.encode_checks import error_of

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 import requests
 
-from data import helper_process
+from data.system import helper_process
 
 HELPS = "TESTS_STORING_HELPS"  # environment variable of helper processes
 

@@ -14,11 +14,11 @@ import pytest
 import yaml
 
 from benchmarks.killing import fork
-from data import downloads
-from data.encoded_sets import remote_set
-from data.files import point_to
+from data.encoded.sets import remote_set
 from data.loading import Placement
+from data.remote import downloads
 from data.sources.tars import TarSource
+from data.system.files import point_to
 from precompute.pipeline import EncodePipeline
 from precompute.upload import MARKER
 from recipes.config.components import COMPONENTS
@@ -28,7 +28,7 @@ from recipes.engines.checkpoint_copies import CheckpointCopies
 from recipes.engines.fetched_checkpoints import fetch_newest
 from recipes.training.callback import Callback
 from recipes.training.checkpoint_names import newest_of_all
-from tests.data.bucket import serve
+from tests.data.remote.bucket import serve
 from tests.recipes.engines.recording import assert_bit_equal, record
 
 SHARDS = 9  # of the set; the cache has room for fewer
@@ -326,7 +326,7 @@ def test_a_run_that_is_killed_while_it_copies_leaves_nothing(bucket, tmp_path, m
     for name in ("killed/ep0-ba3/__0_0.distcp", *others):
         bucket.client.create_multipart_upload(Bucket="sets", Key=name)
     with monkeypatch.context() as patch:
-        patch.setattr("data.multipart.OLD", timedelta(days=365 * 100))  # the server says that all began in 2010
+        patch.setattr("data.remote.multipart.OLD", timedelta(days=365 * 100))  # the server says that all began in 2010
         push(4)
     assert bucket.unfinished("killed") == sorted(["killed/ep0-ba3/__0_0.distcp", *others])
     assert set(bucket.names("killed")) == {"latest.json", "ep0-ba2.ckpt", "ep0-ba4.ckpt"}

@@ -18,7 +18,7 @@ from recipes.engines.checkpoint_copies import CheckpointCopies
 from recipes.engines.conversion import from_composer, read_composer
 from recipes.engines.resuming import prepare_folder
 from recipes.training import ranks, run_lock
-from tests.data.bucket import serve
+from tests.data.remote.bucket import serve
 from tests.ranks import launch
 from tests.recipes.engines.lightning.test_checkpoints import same
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import data.clip_library
+import data.tokenizers.clip_library
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("callbacks", "cluster", "data", "docs", "precompute", "recipes")
@@ -15,17 +15,21 @@ FILES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("
 
 # Which room may import from which, besides itself. Rooms and entry points are named by their paths; the longest name
 # that a file's path begins with is its room.
-SHARED = ("data", "recipes/config", "recipes/models", "recipes/encoders")
+DATA = ("data", "data/system", "data/remote", "data/tokenizers")
+SHARED = (*DATA, "recipes/config", "recipes/models", "recipes/encoders")
 ARROWS = {
-    "data": (),
-    "recipes/config": ("data",),
-    "recipes/models": ("data",),
-    "recipes/encoders": ("data", "recipes/models"),
-    "recipes/training": ("data", "recipes/models"),
-    "recipes/algorithms": ("data", "recipes/models", "recipes/training"),
-    "recipes/scoring": ("data", "recipes/models", "recipes/encoders"),
+    "data/system": (),
+    "data/remote": ("data/system",),
+    "data/tokenizers": ("data/system",),
+    "data": DATA[1:],
+    "recipes/config": DATA,
+    "recipes/models": DATA,
+    "recipes/encoders": (*DATA, "recipes/models"),
+    "recipes/training": (*DATA, "recipes/models"),
+    "recipes/algorithms": (*DATA, "recipes/models", "recipes/training"),
+    "recipes/scoring": (*DATA, "recipes/models", "recipes/encoders"),
     "callbacks": (
-        "data",
+        *DATA,
         "recipes/models",
         "recipes/encoders",
         "recipes/training",
@@ -34,7 +38,7 @@ ARROWS = {
     ),
     "recipes/generation": SHARED,
     "recipes/evaluation": (*SHARED, "recipes/scoring", "recipes/generation"),
-    "recipes/comparison": ("data", "recipes/config"),
+    "recipes/comparison": (*DATA, "recipes/config"),
     "recipes/planning": (*SHARED, "recipes/algorithms"),
     "recipes/engines": (*SHARED, "recipes/training", "recipes/algorithms", "callbacks", "recipes/planning"),
     "recipes/exporting": (
@@ -46,7 +50,7 @@ ARROWS = {
         "recipes/planning",
         "recipes/engines",
     ),
-    "precompute": ("data", "recipes/config", "recipes/encoders", "recipes/scoring"),
+    "precompute": (*DATA, "recipes/config", "recipes/encoders", "recipes/scoring"),
     # Entry points.
     "recipes": (
         *SHARED,
@@ -61,7 +65,7 @@ ARROWS = {
         "recipes/engines",
         "recipes/exporting",
     ),
-    "cluster": ("data", "recipes/config", "recipes/training", "recipes/planning", "precompute"),
+    "cluster": (*DATA, "recipes/config", "recipes/training", "recipes/planning", "precompute"),
     "docs": (*SHARED, "precompute", "recipes/evaluation"),
 }
 KNOWS_COMPOSER = ("recipes/engines/composer",)
@@ -71,7 +75,7 @@ LIGHT = (
     "cluster/launch.py",
     "cluster/submit.py",
     "data/aliases.py",
-    "data/manifest.py",
+    "data/encoded/manifest.py",
     "precompute/config.py",
     "precompute/encode.py",
     "precompute/pack.py",
@@ -141,9 +145,9 @@ def graph():
 def test_open_clip_is_imported_without_wandb():
     """In one place, which hides wandb; otherwise each process that needs open_clip takes a minute longer to start."""
     summary = importlib.import_module("timm.utils.summary")
-    assert not hasattr(summary, "wandb") and data.clip_library.open_clip
+    assert not hasattr(summary, "wandb") and data.tokenizers.clip_library.open_clip
     direct = [file.relative_to(ROOT).as_posix() for file in FILES if "open_clip" in imports(file)]
-    assert direct == ["data/clip_library.py"]
+    assert direct == ["data/tokenizers/clip_library.py"]
 
 
 def test_arrows_between_rooms_run_one_way(graph):

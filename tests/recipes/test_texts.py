@@ -14,12 +14,12 @@ import torch
 
 from benchmarks.killing import digests
 from callbacks.unigram import unigram_loss
-from data.bpe import Vocabulary
-from data.encoded_sets import remote_set
+from data.encoded.sets import remote_set
+from data.encoded.text_manifest import NAME, TextManifest
 from data.loading import Placement
 from data.sources.tars import TarSource
-from data.text_manifest import NAME, TextManifest
 from data.texts import texts
+from data.tokenizers.bpe import Vocabulary
 from precompute import pack
 from precompute.claims import LOST, Claims
 from precompute.output import MERGING, OutputSet

@@ -232,7 +232,7 @@ def test_the_best_candidates_are_kept(export, clip_folder, tmp_path):
 
 
 def test_scores_are_those_of_open_clip(clip_folder):
-    from data.clip_library import open_clip
+    from data.tokenizers.clip_library import open_clip
 
     folder = f"local-dir:{clip_folder}"
     clip, _, preprocess = open_clip.create_model_and_transforms(folder)

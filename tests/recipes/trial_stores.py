@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from data.encoded_sets import remote_set
+from data.encoded.sets import remote_set
 from data.latents import latents
 from data.loading import Placement
+from data.remote.stores import open_store
 from data.sources.tars import TarSource
-from data.stores import open_store
 from precompute.upload import MARKER, Copy
 from recipes.config.components import COMPONENTS
 from recipes.config.recipe import to_yaml

@@ -9,7 +9,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from data.log import log
+from data.system.log import log
 
 ALIGNMENT = 64  # bytes; a line of a CPU's cache
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from data.aliases import Duration
 from data.cost import FLOAT, Cost, Plan, count_text, size_text
-from data.log import log
+from data.system.log import log
 from recipes.algorithms.averaging.average import Average, HostAverage, bytes_of_average
 from recipes.algorithms.microbatch.device_memory import free_memory
 from recipes.training.clock import Clock, Length

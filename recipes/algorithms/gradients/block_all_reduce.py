@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from data.cost import Cost, Plan, all_reduce_bytes
-from data.log import log
+from data.system.log import log
 from recipes.training.lever import Lever
 from recipes.training.ranks import world_size
 from recipes.training.run import Run

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from data.log import log
+from data.system.log import log
 from recipes.algorithms.graphs.fixed_memory import GraphMemory
 from recipes.algorithms.graphs.graphed_forward import GraphedForward
 from recipes.algorithms.graphs.kept_gradients import KeptGradients

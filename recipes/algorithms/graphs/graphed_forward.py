@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from data.errors import first_line
-from data.log import log
+from data.system.errors import first_line
+from data.system.log import log
 from recipes.algorithms.graphs.block_graphs import BlockGraphs, Call
 from recipes.algorithms.graphs.fixed_memory import GraphMemory
 

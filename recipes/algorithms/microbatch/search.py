@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from data.log import log
+from data.system.log import log
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.algorithms.graphs.cuda_graphs import CudaGraphs
 from recipes.algorithms.microbatch.device_memory import DeviceMemory, Reading

@@ -12,7 +12,7 @@ from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from data.log import log
+from data.system.log import log
 from recipes.training.lever import Lever
 from recipes.training.run import Run
 

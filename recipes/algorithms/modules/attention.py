@@ -8,7 +8,7 @@ import torch
 from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0, XFormersAttnProcessor
 from torch import nn
 
-from data.log import log
+from data.system.log import log
 from recipes.models.blocks.attention import AttentionOnViews, FlashProcessor, flash, sdpa, takes, xformers
 from recipes.training.lever import Lever
 from recipes.training.run import Run

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from data.log import log
+from data.system.log import log
 from recipes.models.task import Task
 from recipes.training.lever import Lever
 from recipes.training.run import Run

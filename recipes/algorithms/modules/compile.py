@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._triton import has_triton
 
-from data.log import log
+from data.system.log import log
 from recipes.algorithms.graphs.kept_gradients import KeptGradients
 from recipes.algorithms.modules.channels_last import uses_channels_last
 from recipes.algorithms.sharding.shard import Unit

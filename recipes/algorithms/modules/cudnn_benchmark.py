@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from data.log import log
+from data.system.log import log
 from recipes.models.dvae.network import Conv
 from recipes.training.lever import Lever
 from recipes.training.run import Run

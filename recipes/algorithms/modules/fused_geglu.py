@@ -5,7 +5,7 @@ from __future__ import annotations
 from diffusers.models.activations import GEGLU
 from torch import Tensor, nn
 
-from data.log import log
+from data.system.log import log
 from recipes.models.kernels.geglu import geglu
 from recipes.training.lever import Lever
 from recipes.training.run import Run

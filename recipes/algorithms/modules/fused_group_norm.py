@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import nn
 
-from data.log import log
+from data.system.log import log
 from recipes.models.blocks.norms import check_norms, fuse_group_norms
 from recipes.models.kernels.fused_norm import TIMES
 from recipes.training.lever import Lever

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from data.log import log
+from data.system.log import log
 from recipes.models.blocks.lean import make_lean
 from recipes.training.lever import Lever
 from recipes.training.run import Run

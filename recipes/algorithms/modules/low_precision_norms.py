@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from data.log import log
+from data.system.log import log
 from recipes.training.lever import Lever
 from recipes.training.run import Run
 

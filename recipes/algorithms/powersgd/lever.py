@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from data.log import log
+from data.system.log import log
 from recipes.algorithms.powersgd.all_reduce import FORMATS, bytes_sent
 from recipes.algorithms.powersgd.block_gradients import Matrix, blocks_of, copies_of, gradient_of, placements
 from recipes.algorithms.powersgd.cost import one_replica, powersgd_cost

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from data.files import write_json
-from data.log import log
+from data.system.files import write_json
+from data.system.log import log
 from recipes.algorithms.sixteen_bit.fp16_weights import factor_of
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
 from recipes.training import stop

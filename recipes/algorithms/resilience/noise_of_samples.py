@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from data.log import log
 from data.random_numbers import ENTRY, seeds_of
+from data.system.log import log
 from recipes.models.task import Task
 from recipes.training.lever import Lever
 from recipes.training.run import Run

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from data.log import log
+from data.system.log import log
 from recipes.algorithms.modules.activation_checkpointing import recomputed_modules
 from recipes.algorithms.modules.compile import Compile
 from recipes.algorithms.powersgd.lever import PowerSGD

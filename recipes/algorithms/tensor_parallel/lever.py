@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from data.log import log
+from data.system.log import log
 from recipes.algorithms.tensor_parallel.divide import divide
 from recipes.algorithms.tensor_parallel.generators import share_generators
 from recipes.models.task import Task

@@ -14,7 +14,7 @@ from composer.callbacks import CheckpointSaver
 from composer.loggers import Logger
 from composer.utils import reproducibility
 
-from data.log import log
+from data.system.log import log
 from recipes.config.recipe import Checkpoints
 from recipes.engines.checkpoint_files import CheckpointFiles, end_if_asked, first_rank_writes, whole
 from recipes.engines.composer.run import ComposerRun

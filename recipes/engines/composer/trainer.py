@@ -21,8 +21,8 @@ from composer.utils.file_helpers import is_tar
 from torch import Tensor
 
 from data.loading import Loading
-from data.log import log
-from data.stores import scheme_of
+from data.remote.stores import scheme_of
+from data.system.log import log
 from recipes.config.recipe import Recipe
 from recipes.config.values import plain_values
 from recipes.engines.checkpoint_files import CheckpointFiles

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from data.log import log
-from data.stores import STORES, scheme_of
+from data.remote.stores import STORES, scheme_of
+from data.system.log import log
 from recipes.config.recipe import Recipe
 from recipes.engines.checkpoint_files import CheckpointFiles, first_rank_writes, whole
 from recipes.engines.counts import Counts

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
-from data.log import log
+from data.system.log import log
 from recipes.config.recipe import Recipe
 from recipes.config.values import plain_values
 from recipes.engines.checkpoint_files import end_if_asked

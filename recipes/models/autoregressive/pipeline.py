@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.bpe import Vocabulary
 from data.image_grid import to_uint8
 from data.sources.base import Rejected, Sample
 from data.sources.filters import Filter
+from data.tokenizers.bpe import Vocabulary
+from data.tokenizers.vocabulary_files import VOCABULARY
 from data.transforms import resize_and_crop
-from data.vocabulary_files import VOCABULARY
 from recipes.models.autoregressive.sampler import Choice, pad_captions, sample_tokens, uniforms
 from recipes.models.autoregressive.task import load_transformer
 from recipes.models.autoregressive.transformer import TokenTransformer

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from data.clip_library import open_clip
 from data.loading import WEIGHT
 from data.ranges import check_least
+from data.tokenizers.clip_library import open_clip
 from recipes.models.autocast import without_autocast
 from recipes.models.config_files import read_object
 from recipes.models.kl_autoencoder.task import to_signed

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.arrays import read_matrix
+from data.encoded.manifest import NULL_TEXT, Manifest
 from data.image_grid import to_uint8
-from data.manifest import NULL_TEXT, Manifest
+from data.system.arrays import read_matrix
 from recipes.models.family import ExportParts
 from recipes.models.latent_diffusion.denoiser import Denoiser
 from recipes.models.latent_diffusion.objective import Objective, seeded_noise

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
-from data.log import log
 from data.random_numbers import draws_of
+from data.system.log import log
 from recipes.models.config_files import read_object
 from recipes.models.latent_diffusion.denoiser import Denoiser
 from recipes.models.latent_diffusion.objective import Objective, Predict, seeded_noise

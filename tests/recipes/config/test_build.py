@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from data.errors import Outage
-from data.manifest import Manifest
+from data.encoded.manifest import Manifest
+from data.system.errors import Outage
 from recipes.config.build import build, build_on_meta, encoders_of, located
 from recipes.config.schema import Component
 from recipes.models.latent_diffusion.ddpm import DDPM

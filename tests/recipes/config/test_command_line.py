@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from data.files import write_text
+from data.system.files import write_text
 from precompute.config import EncodeConfig
 from recipes.config.command_line import groups_of, help_text, read_command_line, user_errors
 from recipes.config.recipe import Recipe, load_config
@@ -126,10 +126,10 @@ def test_help_lists_what_a_config_can_hold():
 
 
 def test_errors_that_a_user_can_mend_have_no_traceback(tmp_path, capsys):
-    import data.manifest
+    import data.encoded.manifest
 
     with pytest.raises(SystemExit) as left, user_errors():
-        data.manifest.Manifest.parse("{", "x/manifest.json")
+        data.encoded.manifest.Manifest.parse("{", "x/manifest.json")
     assert left.value.code == 2
     assert capsys.readouterr().err.startswith("error: x/manifest.json: not JSON")
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from transformers import CLIPTextModel, CLIPTokenizer
 
-from data.clip_library import open_clip
+from data.tokenizers.clip_library import open_clip
 from recipes.encoders.clip_layout import clip_tokenizer
 from recipes.encoders.text import hf_clip_text, open_clip_text
 from recipes.encoders.vae import kl_vae

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from callbacks.export import encoder_files
-from data.clip_library import open_clip
+from data.tokenizers.clip_library import open_clip
 from recipes.config.build import encoders_of
 from recipes.encoders.base import LatentEncoder, TextEncoder, weights_hash
 from recipes.encoders.text import hf_clip_text, open_clip_text

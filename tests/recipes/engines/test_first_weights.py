@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from data.files import write_json
+from data.system.files import write_json
 from recipes.config.build import build, build_on_meta
 from recipes.engines.first_weights import load_first_weights, started_from
 from recipes.models.kl_autoencoder.task import KLAutoencoder

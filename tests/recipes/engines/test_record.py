@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from data.manifest import Manifest
+from data.encoded.manifest import Manifest
 from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.engines import checkpoint_files, dry_run_checks
 from recipes.engines.checkpoint_files import CheckpointFiles

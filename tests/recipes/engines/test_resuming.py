@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from data.files import atomic_write
+from data.system.files import atomic_write
 from recipes.config.recipe import FSDP
 from recipes.engines.dry_run_checks import check_on_meta
 from recipes.engines.plain_pickles import load_plain, plain_metadata

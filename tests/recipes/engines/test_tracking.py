@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from data.disk_errors import disk_error
+from data.system.disk_errors import disk_error
 from recipes.engines import loggers, tracking
 from recipes.engines.parts import context_of
 from recipes.engines.record import TRACKED

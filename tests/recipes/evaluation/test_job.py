@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from data.ranks import Rank
+from data.system.ranks import Rank
 from recipes.evaluation.config import Evaluation, Reference, Rerank
 from recipes.evaluation.job import NAMED, POLL, Job, variants
 

@@ -170,7 +170,7 @@ def test_a_file_of_values_may_begin_inside_of_another(tmp_path):
 
 
 def test_weights_that_open_clip_fetches_are_checked(tmp_path, monkeypatch):
-    from data.clip_library import open_clip
+    from data.tokenizers.clip_library import open_clip
     from recipes.encoders.open_clip_models import load_open_clip
 
     (tmp_path / "w.bin").write_bytes(larger())

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from data.cost import Epoch, Plan, size_text
-from data.manifest import Manifest
+from data.encoded.manifest import Manifest
 from recipes.config.build import build, build_on_meta
 from recipes.config.components import COMPONENTS
 from recipes.config.recipe import FSDP, Recipe, Training, load_config

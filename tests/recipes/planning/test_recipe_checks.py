@@ -238,7 +238,7 @@ def test_shards(small_recipe, latent_sets, tmp_path, monkeypatch, batch, workers
 def test_shards_of_data_of_your_own_that_has_no_workers(small_recipe, tmp_path):
     recipe = small_recipe(tmp_path / "run")
     recipe.data.args.pop("workers")
-    object.__setattr__(recipe.data, "target", "data.encoded_sets:local_set")  # a builder without the key
+    object.__setattr__(recipe.data, "target", "data.encoded.sets:local_set")  # a builder without the key
     (found,) = shards(recipe)
     assert (found.level, found.text) == ("ok", "data: 4 shards, 1 machine, 0 workers")
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from data.clip_library import open_clip
+from data.tokenizers.clip_library import open_clip
 from recipes.scoring import reranking
 
 

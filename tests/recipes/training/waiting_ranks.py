@@ -18,10 +18,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from callbacks import fid
 from callbacks.export import Export
-from data.errors import Outage
-from data.files import write_text
 from data.loading import Loading
 from data.sources.base import Sample
+from data.system.errors import Outage
+from data.system.files import write_text
 from recipes.engines import checkpoint_copies, checkpoint_files, fetched_checkpoints, resuming, shared_folder
 from recipes.engines.checkpoint_files import CheckpointFiles
 from recipes.engines.fetched_checkpoints import fetched

@@ -16,7 +16,7 @@ from PIL import Image
 from streaming import LocalDataset, MDSWriter
 from torch.torch_version import TorchVersion
 
-from data.manifest import NAME, NULL_TEXT
+from data.encoded.manifest import NAME, NULL_TEXT
 from recipes.comparison.runs import read_runs
 from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.engines import parts

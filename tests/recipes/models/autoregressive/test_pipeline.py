@@ -8,9 +8,9 @@ import pytest
 import torch
 from PIL import Image
 
-from data.bpe import Vocabulary
 from data.sources.base import Sample
 from data.sources.filters import Filter
+from data.tokenizers.bpe import Vocabulary
 from recipes.models.autoregressive import pipeline
 from recipes.models.autoregressive.masks import TokenLayout
 from recipes.models.autoregressive.pipeline import TokenPipeline

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from data.clip_library import open_clip
 from data.loading import WEIGHT
+from data.tokenizers.clip_library import open_clip
 from recipes.encoders.text import open_clip_text
 from recipes.engines.legacy_checkpoints import upgraded
 from recipes.engines.metrics import figures_of

@@ -1,0 +1,33 @@
+"""Arrays of NumPy in files that nobody should trust."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from data.system.errors import one_line
+from data.system.memory import NotEnoughMemory, memory_to_read
+
+
+def read_matrix(file: Path, shape: tuple[int, int]) -> np.ndarray:
+    """Reads a .npy file of numbers in two dimensions.
+
+    Args:
+        file: its path.
+        shape: of the array.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not such an array; its header may claim more than the file holds.
+    """
+    try:
+        with memory_to_read(file, file.stat().st_size):
+            array = np.load(file, mmap_mode="r", allow_pickle=False)  # compares the sizes before it takes memory
+            if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype.kind not in "iuf":
+                raise ValueError(f"expected {shape[0]} x {shape[1]} numbers")
+            return np.array(array)
+    except (FileNotFoundError, NotEnoughMemory):
+        raise
+    except Exception as error:  # on damaged bytes, NumPy raises nearly anything
+        raise ValueError(f"{file}: not readable as an array of NumPy ({one_line(error)}); copy it again") from None

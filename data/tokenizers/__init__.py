@@ -1,0 +1,1 @@
+"""Text to numbers: byte-level BPE vocabularies, and CLIP's tokenizers."""
