@@ -48,7 +48,7 @@ from benchmarks.reporting import write_results
 from data.sources.base import InputShard
 from data.sources.filters import Filter
 from data.sources.tars import TarSource
-from precompute.decode import DecodedBatches, Preparation
+from precompute.encoding.decode import DecodedBatches, Preparation
 
 OURS = "this project"
 DALLE = "this project, four of DALL-E's crops"

@@ -38,16 +38,16 @@ from benchmarks.reporting import write_results
 from data.sources.base import InputShard, Position
 from data.system.files import to_disk
 from data.system.helper_process import HelperProcess
-from precompute.batch import DecodedBatch, ImageFacts, ShardEnd
-from precompute.columns import LatentColumns
-from precompute.decode import batches
-from precompute.encodings import Encodings
-from precompute.mds_files import MDSFiles
-from precompute.pipeline import EncodePipeline
-from precompute.progress import EncodeProgress
-from precompute.upload import Uploads
-from precompute.upload_process import upload
-from precompute.writer import ShardWriter, Storage
+from precompute.encoding.batch import DecodedBatch, ImageFacts, ShardEnd
+from precompute.encoding.columns import LatentColumns
+from precompute.encoding.decode import batches
+from precompute.encoding.encodings import Encodings
+from precompute.encoding.pipeline import EncodePipeline
+from precompute.encoding.progress import EncodeProgress
+from precompute.encoding.writer import ShardWriter, Storage
+from precompute.output.mds_files import MDSFiles
+from precompute.output.upload import Uploads
+from precompute.output.upload_process import upload
 from recipes.encoders.base import Stored
 
 RESOLUTION, LATENT, TEXT = 256, (4, 32, 32), (77, 1024)
@@ -123,9 +123,9 @@ def write(
             publish,
             EncodeProgress(1, quiet=True),
         )
-        encoding = patch("precompute.pipeline.encode", lambda *inputs: next(turns))
-        process = patch("precompute.upload.HelperProcess", uploader or HelperProcess)
-        files = patch("precompute.shard_folder.MDSFiles", kind)
+        encoding = patch("precompute.encoding.pipeline.encode", lambda *inputs: next(turns))
+        process = patch("precompute.output.upload.HelperProcess", uploader or HelperProcess)
+        files = patch("precompute.output.shard_folder.MDSFiles", kind)
         with encoding, process, files, Uploads(uploader is not None) as uploads:
             pipeline.run(Decoded())
 

@@ -111,7 +111,7 @@ def write_large(folder: Path, files: int) -> None:
     import numpy as np
 
     from data.encoded.manifest import Manifest
-    from precompute.mds_files import MDSFiles
+    from precompute.output.mds_files import MDSFiles
 
     rng = np.random.default_rng(0)
     entries = []
@@ -155,8 +155,8 @@ def write_large(folder: Path, files: int) -> None:
 
 def merge(folder: Path, workers: int) -> Any:
     """Writes the index and the rejected samples of all shards; returns what was written and counted."""
-    from precompute.output import OutputSet
-    from precompute.totals import totals
+    from precompute.output.output_set import OutputSet
+    from precompute.output.totals import totals
 
     counted = totals(OutputSet(folder, sorted(os.listdir(folder / "shards"))).join(OPTIONS))
     return [counted, *(hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in RESULTS)]
@@ -164,7 +164,7 @@ def merge(folder: Path, workers: int) -> Any:
 
 def look(folder: Path, workers: int) -> Any:
     """Looks which shards are not done."""
-    from precompute.output import OutputSet
+    from precompute.output.output_set import OutputSet
 
     return OutputSet(folder, sorted(os.listdir(folder / "shards"))).remaining()
 
@@ -174,7 +174,7 @@ def verify(folder: Path, workers: int) -> Any:
     import numpy as np
 
     from data.encoded.manifest import Manifest
-    from precompute.survey import figures, survey
+    from precompute.checking.survey import figures, survey
 
     arguments = [folder, Manifest.read(folder), 8, np.random.default_rng(0)]
     found = survey(*arguments, workers) if workers else survey(*arguments)
@@ -243,10 +243,10 @@ def in_child(part: str, folder: str, pause: float, workers: int) -> None:
     elif part == "open":
         import data.latents  # noqa: F401
     elif part == "verify":
-        import precompute.survey  # what it takes to import it is not measured
+        import precompute.checking.survey  # what it takes to import it is not measured
     else:
-        import precompute.output
-        import precompute.totals  # noqa: F401
+        import precompute.output.output_set
+        import precompute.output.totals  # noqa: F401
 
     before = most_memory()
     if pause:

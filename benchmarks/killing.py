@@ -118,7 +118,7 @@ def import_slow() -> None:
 
     import data.tokenizers.clip_library
     import precompute.encode
-    import precompute.job
+    import precompute.encoding.job
 
     assert data.tokenizers.clip_library.open_clip and diffusers.models.AutoencoderKL and precompute.encode.main
 

@@ -41,8 +41,8 @@ def write_set(folder: Path, encoders: Encoders, resolutions: list[int], samples:
     """
     from data.system.ranks import Rank
     from precompute.config import EncodeConfig
-    from precompute.job import run
-    from precompute.output import OutputSet
+    from precompute.encoding.job import run
+    from precompute.output.output_set import OutputSet
     from recipes.config.build import build
     from recipes.config.recipe import load_config
 

@@ -44,8 +44,8 @@ from benchmarks.options import positive
 from benchmarks.reporting import write_results
 from data.encoded.dataset import PREFETCH, key_seed, shared_blocks
 from data.latents import LatentDataset
-from precompute.columns import LatentColumns
-from precompute.writer import EncodedSample, ShardWriter, Storage
+from precompute.encoding.columns import LatentColumns
+from precompute.encoding.writer import EncodedSample, ShardWriter, Storage
 
 RESOLUTION = 256
 LATENT = (4, 32, 32)

@@ -43,8 +43,8 @@ from data.encoded.dataset import PREFETCH, shared_blocks
 from data.tokenizers.bpe import Vocabulary
 from data.tokenizers.bpe_training import train
 from data.tokens import NO_TOKEN, TokenDataset
-from precompute.columns import TokenColumns
-from precompute.writer import EncodedSample, ShardWriter, Storage
+from precompute.encoding.columns import TokenColumns
+from precompute.encoding.writer import EncodedSample, ShardWriter, Storage
 
 RESOLUTION = 256
 GRID = 32 * 32

@@ -14,7 +14,7 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 
 from data.system.files import write_text
 from precompute.config import EncodeConfig, VocabularyConfig
-from precompute.pack_config import PackConfig
+from precompute.texts.pack_config import PackConfig
 from recipes.config.command_line import groups_of, path_of
 from recipes.config.components import COMPONENTS
 from recipes.config.recipe import Recipe

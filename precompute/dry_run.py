@@ -10,10 +10,10 @@ from typing import Any
 
 from data.system.files import read_if_object
 from data.system.ranks import Rank
-from precompute.columns import REST, LatentColumns, TokenColumns, check_resolutions
 from precompute.config import EncodeConfig, VocabularyConfig, source_options
-from precompute.output import OutputSet, output_of
-from precompute.pack_config import PackConfig
+from precompute.encoding.columns import REST, LatentColumns, TokenColumns, check_resolutions
+from precompute.output.output_set import OutputSet, output_of
+from precompute.texts.pack_config import PackConfig
 from recipes.config.build import build
 from recipes.config.recipe import to_yaml
 from recipes.config.schema import Component
@@ -61,7 +61,7 @@ def vocabulary_report(config: VocabularyConfig, missing: list[str]) -> str:
     Raises:
         ValueError: the filter's bounds contradict each other, or another job wrote the file.
     """
-    from precompute.vocabulary_job import is_written  # not above: other jobs do not need what it imports
+    from precompute.texts.vocabulary_job import is_written  # not above: other jobs do not need what it imports
 
     build(config.filter)  # for its errors
     sources = _source_lines(config, lambda label, shards: f"{label}: {len(shards):,} input shards")

@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> None:
     set_default_threads(spare=max(1, config.workers))
     with user_errors():
         from data.system.ranks import Rank
-        from precompute.output import output_of
+        from precompute.output.output_set import output_of
         from recipes.config.build import build
 
         build(config.filter)  # for its errors, before anything slow
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> None:
         sources = build(config.sources)
         sets = {label: output_of(config, label, source.shards()) for label, source in sources.items()}
         request = config.request()
-        # As in `precompute.job.run`: what a rank's share lacks, this rank does, whatever the others have found.
+        # As in `precompute.encoding.job.run`: what a rank's share lacks, this rank does, whatever others have found.
         share = rank.share([(label, shard) for label, output in sets.items() for shard in output.shards])
         own = {label: [shard for other, shard in share if other == label] for label in sets}
         requests = {label: request | source_options(config.sources[label]) for label in sets}
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> None:
             return
         try:
             # From here on imports take seconds; all errors in the config were reported above.
-            from precompute.job import run
+            from precompute.encoding.job import run
 
             busy = f"out: another encode job writes into {config.out} ({{holder}}); wait for it, or give another `out`"
             with held(Path(config.out, f".lock-{rank.rank}"), busy):

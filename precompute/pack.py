@@ -16,7 +16,7 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 
 from data.system.locks import held
 from data.system.log import log
-from precompute.pack_config import PackConfig
+from precompute.texts.pack_config import PackConfig
 from recipes.config.command_line import print_once, read_command_line, user_errors
 
 
@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> None:
     config: PackConfig = command.config
     with user_errors():
         from data.system.ranks import Rank
-        from precompute.output import OutputSet
+        from precompute.output.output_set import OutputSet
         from recipes.config.build import build
 
         rank = Rank.from_environment()
@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> None:
 
             print_once(pack_report(config, command.missing, rank))
             return
-        from precompute.packing import pack
+        from precompute.texts.packing import pack
 
         sources = build(config.sources)
         sets = {label: OutputSet(f"{config.out}/{label}", source.shards()) for label, source in sources.items()}

@@ -42,8 +42,8 @@ def main(arguments: list[str]) -> None:
         fail(["--dry-run: scores.py has nothing to try; start it on a source of a few shards"])
     set_default_threads(spare=0)
     with user_errors():
-        from precompute.duplicates import write_shared
-        from precompute.score_job import score
+        from precompute.scoring.duplicates import write_shared
+        from precompute.scoring.job import score
 
         finished = score(config, options.model)
         if options.shared and finished:

@@ -25,7 +25,7 @@ from data.encoded.manifest import NAME as MANIFEST
 from data.system.log import log
 from data.system.threads import set_default_threads
 from precompute.config import EncodeConfig
-from precompute.output import CONFIG
+from precompute.output.output_set import CONFIG
 from recipes.config.command_line import fail, path_of, read_command_line, user_errors
 from recipes.config.reading import read_values
 from recipes.config.values import ConfigError
@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> int:
         fail([f"{rest[0]}: names no source {label}; the folder of a set has its source's name"])
     set_default_threads(spare=0)
     with user_errors():
-        from precompute.verification import verify
+        from precompute.checking.verification import verify
 
         out, labels = options.out or Path(config.out, "verified"), [label] if label else list(config.sources)
         try:

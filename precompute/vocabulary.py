@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> None:
 
             print(vocabulary_report(config, command.missing))
             return
-        from precompute.vocabulary_job import write_vocabulary
+        from precompute.texts.vocabulary_job import write_vocabulary
 
         try:
             write_vocabulary(config)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from precompute.config import EncodeConfig, VocabularyConfig
-from precompute.pack_config import PackConfig
+from precompute.texts.pack_config import PackConfig
 from recipes.config.command_line import FLAGS
 from recipes.config.components import COMPONENTS
 from recipes.config.recipe import Recipe, load_config

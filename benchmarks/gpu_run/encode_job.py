@@ -16,9 +16,9 @@ from benchmarks.latent_sets import encoder_components
 from benchmarks.random_encoders import TEXTS, VAES, write_encoders
 from data.system.ranks import Rank
 from precompute.config import EncodeConfig
-from precompute.job import run
-from precompute.output import OutputSet
-from precompute.progress import EncodeProgress
+from precompute.encoding.job import run
+from precompute.encoding.progress import EncodeProgress
+from precompute.output.output_set import OutputSet
 from recipes.config.build import build
 from recipes.config.recipe import load_config
 

@@ -67,7 +67,7 @@ class UnsharedSource:
 
 
 def read_shared(file: Path) -> tuple[float, dict[tuple[str, str], float]]:
-    """The threshold of a list that `precompute.duplicates` wrote, and the largest similarity of each image in it.
+    """The threshold of a list of `precompute.scoring.duplicates`, and the largest similarity of each image in it.
 
     Args:
         file: shared.json.

@@ -141,7 +141,7 @@ class Stored:
     Attributes:
         arrays: (B, ...) by the name of the column, without the resolution.
         finite: bool (B,): whether all values of the sample are finite in the format in which they are stored.
-        sums: float64 (B, 3, C), see `precompute.writer.EncodedSample`; None if there are no statistics.
+        sums: float64 (B, 3, C), see `precompute.encoding.writer.EncodedSample`; None if there are no statistics.
     """
 
     arrays: dict[str, Tensor]

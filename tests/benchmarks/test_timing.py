@@ -12,7 +12,7 @@ from tests.pretended_gpu import PretendedGPU
 ROOT = Path(__file__).resolve().parents[2]
 SAYS = (
     "training_device(",
-    "allow_tf32 =",  # `precompute/job.py` turns it off, and so do measurements of the encoders
+    "allow_tf32 =",  # `precompute/encoding/job.py` turns it off, and so do measurements of the encoders
     "build_trainer(",  # Composer turns it on
 )
 # They know of GPUs, and time nothing that they run themselves.

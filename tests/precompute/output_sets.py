@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from precompute.claims import LOST, Claims
-from precompute.columns import LatentColumns
-from precompute.output import BEGUN, OutputSet
-from precompute.writer import EncodedSample, ShardWriter, Storage
+from precompute.encoding.columns import LatentColumns
+from precompute.encoding.writer import EncodedSample, ShardWriter, Storage
+from precompute.output.claims import LOST, Claims
+from precompute.output.output_set import BEGUN, OutputSet
 
 COLUMNS = LatentColumns({8: (2, 4, 4)}, (3, 5))
 # What a manifest says that is not counted from the shards.

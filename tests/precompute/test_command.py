@@ -13,12 +13,12 @@ from streaming.base.storage.download import DOWNLOADER_MAPPINGS
 from streaming.base.storage.upload import UPLOADERS
 
 from data.system.ranks import Rank
-from precompute.columns import LatentColumns
 from precompute.config import COMPRESSIONS, HASHES, UPLOADED, EncodeConfig, VocabularyConfig
 from precompute.dry_run import encode_report, image_shape, text_shape
 from precompute.encode import main as encode
+from precompute.encoding.columns import LatentColumns
 from precompute.pack import main as pack
-from precompute.pack_config import PackConfig
+from precompute.texts.pack_config import PackConfig
 from recipes.config.recipe import Recipe, load_config
 from recipes.config.values import Component
 from recipes.evaluation.config import Evaluation

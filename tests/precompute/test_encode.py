@@ -15,11 +15,11 @@ from data.encoded.manifest import Manifest
 from data.sources.filters import Filter
 from data.sources.tars import TarSource
 from data.transforms import crop_box, resize_and_crop
-from precompute import job as job_module
 from precompute.encode import main
-from precompute.output import OutputSet
-from precompute.upload import Uploads
-from precompute.writer import ShardWriter
+from precompute.encoding import job as job_module
+from precompute.encoding.writer import ShardWriter
+from precompute.output.output_set import OutputSet
+from precompute.output.upload import Uploads
 from recipes.encoders import base
 from recipes.encoders.vae import KLVae
 from tests.precompute.encode_checks import ULP, assert_same, expect_error
@@ -292,7 +292,7 @@ def test_a_weight_beyond_float16_is_encoded_in_fp32(vae_folder, tmp_path, monkey
         vae.quant_conv.bias[0] = 1e5  # infinite in float16; the normalised latent, 5e4, is not
     vae.save_pretrained(tmp_path / "vae")
     monkeypatch.setitem(base.DTYPES, "bf16", torch.float16)  # fp16 proper falls back to fp32 on a CPU
-    from precompute.encodings import encode
+    from precompute.encoding.encodings import encode
     from recipes.encoders.vae import kl_vae
 
     class Texts:

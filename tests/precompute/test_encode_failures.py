@@ -16,10 +16,10 @@ from data.encoded.manifest import Manifest
 from data.sources.filters import Filter
 from data.sources.tars import TarSource
 from data.system.locks import held
-from precompute import pipeline
 from precompute.encode import main
-from precompute.output import OutputSet
-from precompute.problems import Problem
+from precompute.encoding import pipeline
+from precompute.output.output_set import OutputSet
+from precompute.output.problems import Problem
 from tests.disks import fill, read_only, small_disk, small_files
 from tests.precompute.encode_checks import assert_same, expect_error
 

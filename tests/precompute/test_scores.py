@@ -20,11 +20,13 @@ from data.sources.folder import FolderSource
 from data.sources.scored import ScoredSource
 from data.sources.unshared import UnsharedSource
 from data.system.files import write_json
-from precompute import duplicates, score_job, scores
-from precompute.claims import LOST, Claims
-from precompute.duplicates import similar_rows
-from precompute.output import OutputSet
-from precompute.problems import Problem
+from precompute import scores
+from precompute.output.claims import LOST, Claims
+from precompute.output.output_set import OutputSet
+from precompute.output.problems import Problem
+from precompute.scoring import duplicates
+from precompute.scoring import job as score_job
+from precompute.scoring.duplicates import similar_rows
 from tests.precompute.output_sets import age, begin_hours_ago
 
 COLOURS = {"train": ["red", "green", "blue", "yellow", "white"], "val": ["navy", "red", "white"]}

@@ -13,7 +13,7 @@ from data.sources.tars import TarSource
 from data.transforms import resize
 from precompute.config import TOKEN_ENCODERS, EncodeConfig
 from precompute.encode import main
-from precompute.writer import ShardWriter
+from precompute.encoding.writer import ShardWriter
 from recipes.config.build import encoders_of
 from recipes.config.components import COMPONENTS
 from recipes.config.recipe import ConfigError, load_config

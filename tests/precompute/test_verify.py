@@ -13,8 +13,8 @@ import yaml
 from PIL import Image
 from streaming.base.hashing import get_hash
 
-from precompute import verification
-from precompute.survey import _draw
+from precompute.checking import verification
+from precompute.checking.survey import _draw
 from precompute.verify import main
 from recipes.encoders.vae import KLVae, kl_vae
 

@@ -9,8 +9,8 @@ from data.sources.filters import Filter
 from data.sources.tars import TarSource
 from data.tokenizers.bpe import Vocabulary
 from data.tokenizers.vocabulary_files import manifest_path
+from precompute.texts.vocabulary_job import Captions
 from precompute.vocabulary import main
-from precompute.vocabulary_job import Captions
 from tests.precompute.encode_checks import error_of
 
 expect_error = partial(error_of, main)

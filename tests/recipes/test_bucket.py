@@ -19,8 +19,8 @@ from data.loading import Placement
 from data.remote import downloads
 from data.sources.tars import TarSource
 from data.system.files import point_to
-from precompute.pipeline import EncodePipeline
-from precompute.upload import MARKER
+from precompute.encoding.pipeline import EncodePipeline
+from precompute.output.upload import MARKER
 from recipes.config.components import COMPONENTS
 from recipes.config.values import Component
 from recipes.engines.bucket import Bucket

@@ -16,6 +16,7 @@ FILES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("
 # Which room may import from which, besides itself. Rooms and entry points are named by their paths; the longest name
 # that a file's path begins with is its room.
 DATA = ("data", "data/system", "data/remote", "data/tokenizers")
+PRECOMPUTE = (*DATA, "recipes/config", "precompute/config.py", "precompute/output")
 SHARED = (*DATA, "recipes/config", "recipes/models", "recipes/encoders")
 ARROWS = {
     "data/system": (),
@@ -50,7 +51,21 @@ ARROWS = {
         "recipes/planning",
         "recipes/engines",
     ),
-    "precompute": (*DATA, "recipes/config", "recipes/encoders", "recipes/scoring"),
+    "precompute/config.py": (*DATA, "recipes/config"),
+    "precompute/output": (*DATA, "precompute/config.py"),
+    "precompute/encoding": (*PRECOMPUTE, "recipes/encoders"),
+    "precompute/texts": PRECOMPUTE,
+    "precompute/checking": (*PRECOMPUTE, "precompute/encoding", "recipes/encoders"),
+    "precompute/scoring": (*PRECOMPUTE, "precompute/encoding", "recipes/encoders", "recipes/scoring"),
+    "precompute": (
+        *PRECOMPUTE,
+        "precompute/encoding",
+        "precompute/texts",
+        "precompute/checking",
+        "precompute/scoring",
+        "recipes/encoders",
+        "recipes/scoring",
+    ),
     # Entry points.
     "recipes": (
         *SHARED,
@@ -65,8 +80,8 @@ ARROWS = {
         "recipes/engines",
         "recipes/exporting",
     ),
-    "cluster": (*DATA, "recipes/config", "recipes/training", "recipes/planning", "precompute"),
-    "docs": (*SHARED, "precompute", "recipes/evaluation"),
+    "cluster": (*DATA, "recipes/config", "recipes/training", "recipes/planning", "precompute/config.py"),
+    "docs": (*SHARED, "precompute/config.py", "precompute/texts", "recipes/evaluation"),
 }
 KNOWS_COMPOSER = ("recipes/engines/composer",)
 # What is read before a config is known to be right: everything else on import would cost seconds.
@@ -79,7 +94,7 @@ LIGHT = (
     "precompute/config.py",
     "precompute/encode.py",
     "precompute/pack.py",
-    "precompute/pack_config.py",
+    "precompute/texts/pack_config.py",
     "precompute/verify.py",
     "precompute/vocabulary.py",
     "recipes/config/build.py",

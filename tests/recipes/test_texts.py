@@ -21,10 +21,10 @@ from data.sources.tars import TarSource
 from data.texts import texts
 from data.tokenizers.bpe import Vocabulary
 from precompute import pack
-from precompute.claims import LOST, Claims
-from precompute.output import MERGING, OutputSet
-from precompute.packing import Packed
-from precompute.shard_folder import ShardFolder
+from precompute.output.claims import LOST, Claims
+from precompute.output.output_set import MERGING, OutputSet
+from precompute.output.shard_folder import ShardFolder
+from precompute.texts.packing import Packed
 from recipes.config.recipe import Recipe, load_config
 from recipes.models.language.task import load_language
 from recipes.planning.dry_run import survey

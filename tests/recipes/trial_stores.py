@@ -20,7 +20,7 @@ from data.latents import latents
 from data.loading import Placement
 from data.remote.stores import open_store
 from data.sources.tars import TarSource
-from precompute.upload import MARKER, Copy
+from precompute.output.upload import MARKER, Copy
 from recipes.config.components import COMPONENTS
 from recipes.config.recipe import to_yaml
 from recipes.config.values import Component

@@ -19,8 +19,8 @@ from data.encoded.dataset import LONGEST_WAIT, EncodedDataset, key_seed, keys_of
 from data.encoded.sets import local_set
 from data.latents import LatentDataset
 from data.loading import Placement, end_workers, leave_signals
-from precompute.columns import LatentColumns
-from precompute.writer import EncodedSample, ShardWriter, Storage
+from precompute.encoding.columns import LatentColumns
+from precompute.encoding.writer import EncodedSample, ShardWriter, Storage
 from recipes.training.stop import SIGNALS
 
 TEXT = (5, 8)

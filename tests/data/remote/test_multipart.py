@@ -3,7 +3,7 @@
 import pytest
 
 from data.remote.multipart import abort_uploads
-from precompute.upload import Copy
+from precompute.output.upload import Copy
 from tests.data.remote.bucket import serve
 
 

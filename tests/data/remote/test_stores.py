@@ -17,7 +17,7 @@ from data.remote import downloads
 from data.remote.stores import AzureStore, GoogleKeysStore, GoogleStore, S3Store, malformed, open_store
 from data.sources.tars import TarSource
 from data.system.errors import Outage
-from precompute.upload import Copy
+from precompute.output.upload import Copy
 from recipes.engines.bucket import Bucket
 from recipes.engines.fetched_checkpoints import fetch_newest
 

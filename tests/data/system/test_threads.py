@@ -39,14 +39,15 @@ def test_what_the_user_set_stays(monkeypatch):
 OTHERS = {
     "recipes/compare.py",
     "recipes/doctor.py",
+    "recipes/engines/copy_process.py",
     "precompute/pack.py",
-    "precompute/upload_process.py",
+    "precompute/output/upload_process.py",
     "precompute/vocabulary.py",
 }
 
 
 def test_commands_set_their_threads():
-    files = [path for room in ("recipes", "precompute") for path in (ROOT / room).glob("*.py")]
+    files = [path for room in ("recipes", "precompute") for path in (ROOT / room).rglob("*.py")]
     texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in files}
     commands = {path: text for path, text in texts.items() if "__main__" in text}
     assert {path for path, text in commands.items() if "set_default_threads(" not in text} == OTHERS

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from precompute.config import EncodeConfig, VocabularyConfig
-from precompute.pack_config import PackConfig
+from precompute.texts.pack_config import PackConfig
 from recipes.config.components import COMPONENTS
 from recipes.config.reading import read_values
 from recipes.config.recipe import Recipe, Training, load_config, to_yaml

@@ -1,0 +1,1 @@
+"""Whether an encoded set is whole, and equal to a new encoding of some of its samples."""

@@ -1,0 +1,1 @@
+"""The job that encodes images and captions: decoding, batches, encoders, and the writer of shards."""

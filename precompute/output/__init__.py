@@ -1,0 +1,1 @@
+"""The folder that a job writes: claims of its shards, their files, uploads, and the merged index."""

@@ -1,0 +1,1 @@
+"""Scores of image-caption pairs and near-duplicate images, by a contrastive model."""

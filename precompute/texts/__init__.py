@@ -1,0 +1,1 @@
+"""Vocabularies, and texts packed into rows of tokens."""

@@ -1,0 +1,87 @@
+"""Input shards that cannot be read."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from data.system.errors import Outage
+from precompute.output.output_set import DONE, OutputSet
+from precompute.output.problems import Problem
+from precompute.output.unreadable import Unreadable, could_not_be_read, not_done, read_samples
+
+
+def source_with(error):
+    def read(shard):
+        yield "a sample"
+        raise error
+
+    return SimpleNamespace(read=read)
+
+
+@pytest.mark.parametrize(
+    ("error", "outage"),
+    [
+        (ConnectionError("reset"), True),
+        (Outage("cannot fetch s3://a/0.tar: 503"), True),
+        (ValueError("cannot fetch s3://a/0.tar: 403"), False),
+        (FileNotFoundError("no file s3://a/0.tar"), False),
+    ],
+)
+def test_a_shard_that_may_be_read_later_makes_an_outage(tmp_path, error, outage):
+    """By which a job ends with the status that makes a cluster start it again; of all ranks the last one raises it."""
+    with pytest.raises(Unreadable) as raised:
+        list(read_samples(source_with(error), "00"))
+    assert raised.value.problem.outage is outage
+    output = OutputSet(tmp_path, ["00", "01"])
+    output.note_unreadable("00", raised.value.problem)
+    output.note_unreadable("01", Problem("no tar"))
+    assert isinstance(could_not_be_read(output.unreadable(), ""), Outage) is outage
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "said"),
+    [
+        (ConnectionError("the server\nis gone"), Unreadable, "^the server is gone$"),
+        (KeyError("a library's own"), Unreadable, "own"),
+        (TypeError("a bug of ours"), TypeError, "a bug of ours"),  # every shard would be given up
+        (MemoryError(), MemoryError, "^while input shard 00 was read$"),
+    ],
+)
+def test_errors_of_the_shard_and_of_the_program_are_told_apart(error, raised, said):
+    samples = read_samples(source_with(error), "00")
+    assert next(samples) == "a sample"
+    with pytest.raises(raised, match=said):
+        next(samples)
+
+
+def test_what_the_consumer_raises_is_no_error_of_the_shard():
+    samples = read_samples(SimpleNamespace(read=lambda shard: iter("ab")), "00")
+    with pytest.raises(ValueError, match="a full disk"):
+        for _ in samples:
+            raise ValueError("a full disk")
+
+
+def test_folders_are_looked_into_when_no_other_rank_has_one_left(tmp_path, monkeypatch):
+    """Of tens of thousands, on a file system that all ranks share."""
+    looked, is_done = [], OutputSet.is_done
+    monkeypatch.setattr(OutputSet, "is_done", lambda output, shard: looked.append(shard) or is_done(output, shard))
+    output = OutputSet(tmp_path, ["a", "b", "c"])
+    for shard in "ab":
+        output.folder(shard).mkdir(parents=True)
+    (output.folder("a") / DONE).write_text("{}")
+    assert not_done(output) == (1, {}) and not looked
+    gone = Problem("the server is gone", outage=True)
+    output.note_unreadable("c", gone)
+    assert not_done(output) == (2, {"c": gone}) and set(looked) == {"a", "b"}  # b lost its files
+    (output.folder("b") / DONE).write_text("{}")
+    assert not_done(output) == (1, {"c": gone})
+
+
+def test_the_first_three_are_listed():
+    problems = {shard: Problem(text) for shard, text in zip("abcde", "vwxyz", strict=True)}
+    text = str(could_not_be_read(problems, ", or leave them out"))
+    assert text == (
+        "5 input shards could not be read; start the job again to try them again, or leave them out: a: v; b: w; c: x; "
+        "and 2 more, in the folder unreadable"
+    )
+    assert str(could_not_be_read({"a": Problem("v")}, "")).endswith("try them again: a: v")
