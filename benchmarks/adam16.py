@@ -23,9 +23,9 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 import torch
 from torch import nn
 
-from benchmarks.options import positive
-from benchmarks.reporting import keep_results, reason, write_results
-from benchmarks.timing import times, training_device
+from benchmarks.common.options import positive
+from benchmarks.common.reporting import keep_results, reason, write_results
+from benchmarks.common.timing import times, training_device
 from recipes.algorithms.sixteen_bit.adam16 import Adam16
 
 ARGUMENTS = {"lr": 4.5e-4, "betas": (0.9, 0.96), "eps": 1e-8, "weight_decay": 4.5e-2}

@@ -37,8 +37,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.options import positive
-from benchmarks.reporting import write_results
+from benchmarks.common.options import positive
+from benchmarks.common.reporting import write_results
 from callbacks.divided_weights import host_bytes
 from callbacks.export import Export
 from data.loading import Loading

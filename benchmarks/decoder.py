@@ -24,10 +24,10 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.flex_blocks import NARROW, block_share, narrow_attend
-from benchmarks.options import positive
-from benchmarks.reporting import keep_results, reason, write_results
-from benchmarks.timing import gpu_seconds, training_device
+from benchmarks.common.flex_blocks import NARROW, block_share, narrow_attend
+from benchmarks.common.options import positive
+from benchmarks.common.reporting import keep_results, reason, write_results
+from benchmarks.common.timing import gpu_seconds, training_device
 from recipes.models.autoregressive.flex import BLOCK
 from recipes.models.autoregressive.masks import Kind, TokenLayout, visible_pairs
 from recipes.models.autoregressive.sampler import Choice, sample_tokens, uniforms

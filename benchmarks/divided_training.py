@@ -41,12 +41,12 @@ from composer.utils import dist, reproducibility
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from benchmarks.common.options import positive
+from benchmarks.common.reporting import keep_results, reason, write_results
+from benchmarks.common.steady import free_memory, shared_folder
 from benchmarks.gpu_run.context import Context
 from benchmarks.gpu_run.subjects import LIGHTNING, SMALL_DECODER, SMALL_UNET, SUBJECTS, register_data
 from benchmarks.gpu_run.trained import measure
-from benchmarks.options import positive
-from benchmarks.reporting import keep_results, reason, write_results
-from benchmarks.steady import free_memory, shared_folder
 from data.cost import count_text
 from data.loading import Placement
 from data.system.log import log
@@ -357,7 +357,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     if not any(chosen(options, model, device_of(gpu)) for model in options.models):
         parser.error(f"--only: no way for {count_text(world_size(), 'device')} begins with {' or '.join(options.only)}")
     register_data()
-    COMPONENTS["data"]["numbered_latents"] = "benchmarks.numbered_latents:numbered_latents"
+    COMPONENTS["data"]["numbered_latents"] = "benchmarks.common.numbered_latents:numbered_latents"
     rows, first = [], is_first_rank()
     with shared_folder() as (folder, output):
         for part in options.parts:

@@ -21,10 +21,10 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 import torch
 from composer.algorithms.ema.ema import EMAParameters, compute_ema
 
+from benchmarks.common.options import positive
+from benchmarks.common.reporting import write_results
+from benchmarks.common.timing import times, training_device
 from benchmarks.norms import SD2
-from benchmarks.options import positive
-from benchmarks.reporting import write_results
-from benchmarks.timing import times, training_device
 from recipes.algorithms.averaging.average import Average, HostAverage
 from recipes.models.latent_diffusion.unet import unet
 

@@ -43,8 +43,8 @@ from torch import Tensor
 from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms.v2 import InterpolationMode, functional
 
-from benchmarks.options import positive
-from benchmarks.reporting import write_results
+from benchmarks.common.options import positive
+from benchmarks.common.reporting import write_results
 from data.sources.base import InputShard
 from data.sources.filters import Filter
 from data.sources.tars import TarSource

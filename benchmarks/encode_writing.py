@@ -32,9 +32,9 @@ import torch
 from streaming import MDSWriter
 from torch.utils.data import IterableDataset
 
+from benchmarks.common.options import positive
+from benchmarks.common.reporting import write_results
 from benchmarks.discarding_store import discarding_store
-from benchmarks.options import positive
-from benchmarks.reporting import write_results
 from data.sources.base import InputShard, Position
 from data.system.files import to_disk
 from data.system.helper_process import HelperProcess

@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.options import positive
+from benchmarks.common.options import positive
 
 COLUMNS = {
     "key": "str",
@@ -298,7 +298,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.path[0] = root
         in_child(part, folder, float(pause), int(workers))
         return
-    from benchmarks.reporting import write_results
+    from benchmarks.common.reporting import write_results
 
     if options.against and not (Path(options.against).expanduser() / "precompute" / "survey.py").is_file():
         parser.error(f"--against: {options.against} is no checkout of this repository")

@@ -20,10 +20,10 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 import torch
 from torch import Tensor
 
+from benchmarks.common.options import positive
+from benchmarks.common.reporting import reason, write_results
+from benchmarks.common.timing import milliseconds, training_device
 from benchmarks.norms import copy_rate
-from benchmarks.options import positive
-from benchmarks.reporting import reason, write_results
-from benchmarks.timing import milliseconds, training_device
 from recipes.models.kernels.geglu import geglu, reference
 
 DTYPE = torch.bfloat16

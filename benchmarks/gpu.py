@@ -33,11 +33,11 @@ ROOT = Path(__file__).resolve().parents[1]
 # This script's folder must not stay on the import path: its files would hide other packages' modules.
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
+from benchmarks.common.reporting import reason, surroundings
 from benchmarks.gpu_run.forks import WITHOUT_CUDA
 from benchmarks.gpu_run.items import Item, items
 from benchmarks.gpu_run.page import page, place, write_page
 from benchmarks.gpu_run.records import DONE, LATE, LEFT_OUT, LOG, MARKDOWN, RECORDS, Records
-from benchmarks.reporting import reason, surroundings
 from data.system.threads import set_default_threads
 from recipes.config.command_line import path_of
 

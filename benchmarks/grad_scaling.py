@@ -39,11 +39,11 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from benchmarks import scalings
-from benchmarks.baseline import LossRecord
-from benchmarks.options import positive
-from benchmarks.reporting import write_results
-from benchmarks.steady import watch
+from benchmarks.common import scalings
+from benchmarks.common.baseline import LossRecord
+from benchmarks.common.options import positive
+from benchmarks.common.reporting import write_results
+from benchmarks.common.steady import watch
 from callbacks.charts import DPI, write_chart
 from data.system.log import log
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling

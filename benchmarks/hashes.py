@@ -17,7 +17,7 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 import numpy as np
 from streaming.base.hashing import get_hash, get_hashes
 
-from benchmarks.options import positive
+from benchmarks.common.options import positive
 
 
 def main() -> None:

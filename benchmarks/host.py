@@ -37,12 +37,12 @@ if __name__ == "__main__":
 
 import torch
 
+from benchmarks.common.options import positive
+from benchmarks.common.reporting import write_results
+from benchmarks.common.steady import watch
 from benchmarks.gpu_run.page import GOALS
 from benchmarks.gpu_run.subjects import NO_AVERAGE, SUBJECTS, recipe_for
 from benchmarks.gpu_run.trained import made_on
-from benchmarks.options import positive
-from benchmarks.reporting import write_results
-from benchmarks.steady import watch
 from benchmarks.stub_gpu.build import build, variables, why_not
 from benchmarks.stub_gpu.use import Counts, compute_decisions_on_host
 from callbacks.peak_flops import peak_flops

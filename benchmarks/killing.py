@@ -33,7 +33,7 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from benchmarks.options import positive
+from benchmarks.common.options import positive
 
 LONGEST = 600.0  # seconds after which a start that does not end is an error
 

@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
-from benchmarks.counting import Launches, counting
+from benchmarks.common.counting import Launches, counting
+from benchmarks.common.options import positive
+from benchmarks.common.reporting import write_results
 from benchmarks.gpu_run.numbers import batch_for
-from benchmarks.options import positive
-from benchmarks.reporting import write_results
 from recipes.algorithms.modules.fused_group_norm import fuse_group_norms
 from recipes.algorithms.powersgd.low_rank import LowRank
 from recipes.algorithms.resilience import guard

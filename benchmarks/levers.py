@@ -35,12 +35,12 @@ import torch
 import yaml
 from composer.utils import dist
 
-from benchmarks import baseline
-from benchmarks.latent_sets import encoder_components, write_set
-from benchmarks.options import positive
-from benchmarks.reporting import write_results
-from benchmarks.steady import Steady, free_memory, on_first_rank, run_until, shared_folder
-from benchmarks.training import SIZES, flops, recipe_with
+from benchmarks.common import baseline
+from benchmarks.common.latent_sets import encoder_components, write_set
+from benchmarks.common.options import positive
+from benchmarks.common.reporting import write_results
+from benchmarks.common.steady import Steady, free_memory, on_first_rank, run_until, shared_folder
+from benchmarks.common.training import SIZES, flops, recipe_with
 from data.system.log import log
 from recipes.algorithms.modules.compile import why_no_compiler
 from recipes.config.recipe import Recipe

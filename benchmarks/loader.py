@@ -40,8 +40,8 @@ from streaming.base.util import bytes_to_int
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.options import positive
-from benchmarks.reporting import write_results
+from benchmarks.common.options import positive
+from benchmarks.common.reporting import write_results
 from data.encoded.dataset import PREFETCH, key_seed, shared_blocks
 from data.latents import LatentDataset
 from precompute.encoding.columns import LatentColumns

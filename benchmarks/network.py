@@ -6,8 +6,8 @@
 
 Each machine is one process with one thread; all ways of averaging take turns at each rate. The table compares the bytes
 that the kernel counted on the interface during the measured steps with those that formulas give for the gradients. The
-cable is described in benchmarks/namespaces.py; the table also has the rate of a bare transfer in both directions at the
-same time.
+cable is described in benchmarks/common/namespaces.py; the table also has the rate of a bare transfer in both directions
+at the same time.
 
 --emulate needs no permission: the two processes communicate at full speed, and the time on a cable (bytes by formula
 over the rate) is added to the CPU time of a step, which other load on the machine hardly changes. For averaging that
@@ -36,10 +36,10 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 
 from matplotlib.figure import Figure
 
-from benchmarks.namespaces import Machine, Unavailable, two_machines
-from benchmarks.network_settings import MeasuredRun, Settings, Variant
-from benchmarks.options import positive
-from benchmarks.reporting import write_results
+from benchmarks.common.namespaces import Machine, Unavailable, two_machines
+from benchmarks.common.network_settings import MeasuredRun, Settings, Variant
+from benchmarks.common.options import positive
+from benchmarks.common.reporting import write_results
 from callbacks.charts import DPI, write_chart
 
 PLAIN = "plain averaging"

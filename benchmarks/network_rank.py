@@ -27,10 +27,10 @@ from composer import Logger, State
 from composer.utils import dist
 from torch import nn
 
+from benchmarks.common.namespaces import exchange, limiting, sent_bytes
+from benchmarks.common.network_settings import MeasuredRun, Settings, Variant
+from benchmarks.common.steady import free_memory, run_until
 from benchmarks.gpu_run.subjects import register_data
-from benchmarks.namespaces import exchange, limiting, sent_bytes
-from benchmarks.network_settings import MeasuredRun, Settings, Variant
-from benchmarks.steady import free_memory, run_until
 from data.system.files import write_json
 from data.system.log import log
 from recipes.algorithms.powersgd.all_reduce import bytes_sent

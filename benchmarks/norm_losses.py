@@ -27,11 +27,11 @@ if __name__ == "__main__":
 
 import torch
 
-from benchmarks import wide_norms
-from benchmarks.baseline import LossRecord
-from benchmarks.options import positive
-from benchmarks.reporting import write_results
-from benchmarks.steady import watch
+from benchmarks.common import wide_norms
+from benchmarks.common.baseline import LossRecord
+from benchmarks.common.options import positive
+from benchmarks.common.reporting import write_results
+from benchmarks.common.steady import watch
 from data.system.log import log
 from recipes.config.command_line import path_of
 from recipes.config.recipe import Recipe, load_config

@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.options import positive
-from benchmarks.reporting import reason, write_results
-from benchmarks.timing import milliseconds, training_device
-from benchmarks.wide_norms import GroupNorm32
+from benchmarks.common.options import positive
+from benchmarks.common.reporting import reason, write_results
+from benchmarks.common.timing import milliseconds, training_device
+from benchmarks.common.wide_norms import GroupNorm32
 from data.system.log import log
 from recipes.algorithms.modules.fused_group_norm import fuse_group_norms
 from recipes.algorithms.modules.low_precision_norms import LowPrecisionGroupNorm

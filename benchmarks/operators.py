@@ -33,14 +33,14 @@ from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.profiler import profile
 
-from benchmarks.attention_calls import SPAN, WAYS, Call, attention_by, scores_bytes, unet_scores_bytes
+from benchmarks.common.attention_calls import SPAN, WAYS, Call, attention_by, scores_bytes, unet_scores_bytes
+from benchmarks.common.options import positive
+from benchmarks.common.random_encoders import VAES, new_vae
+from benchmarks.common.reporting import keep_results, write_results
+from benchmarks.common.timing import times, training_device
 from benchmarks.gpu_run.encoding import profiled
 from benchmarks.gpu_run.operators import is_work, kernels_of, kind_of
 from benchmarks.launches import narrow_recipe
-from benchmarks.options import positive
-from benchmarks.random_encoders import VAES, new_vae
-from benchmarks.reporting import keep_results, write_results
-from benchmarks.timing import times, training_device
 from recipes.config.build import build, build_on_meta
 from recipes.config.recipe import Recipe, load_config
 from recipes.models.autoregressive.sampler import Choice, Drawing, sample_tokens, uniforms

@@ -29,11 +29,11 @@ from composer.utils import dist, reproducibility
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from benchmarks.latent_sets import write_set
-from benchmarks.options import positive
-from benchmarks.reporting import write_results
-from benchmarks.steady import Steady, free_memory, on_first_rank, run_until, shared_folder
-from benchmarks.training import SIZES, recipe_with
+from benchmarks.common.latent_sets import write_set
+from benchmarks.common.options import positive
+from benchmarks.common.reporting import write_results
+from benchmarks.common.steady import Steady, free_memory, on_first_rank, run_until, shared_folder
+from benchmarks.common.training import SIZES, recipe_with
 from data.loading import Placement
 from data.system.log import log
 from recipes.config.build import build

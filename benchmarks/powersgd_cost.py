@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from benchmarks.options import positive
-from benchmarks.reporting import write_results
-from benchmarks.timing import times, training_device
+from benchmarks.common.options import positive
+from benchmarks.common.reporting import write_results
+from benchmarks.common.timing import times, training_device
 from data.system.log import log
 from recipes.algorithms.powersgd.all_reduce import all_reduce_sum
 from recipes.algorithms.powersgd.low_rank import LowRank

@@ -20,7 +20,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Iterator
 
-from benchmarks.published_scaling import REST, fitted_v100, megatron_rows
+from benchmarks.common.published_scaling import REST, fitted_v100, megatron_rows
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe, load_config
 from recipes.planning.costs import cost_of, plan_of

@@ -32,10 +32,10 @@ from composer import Logger, State
 from composer.utils import dist
 from matplotlib.figure import Figure
 
+from benchmarks.common.options import positive
+from benchmarks.common.reporting import write_results
+from benchmarks.common.steady import free_memory, run_until, shared_folder
 from benchmarks.network_rank import bytes_by_formula
-from benchmarks.options import positive
-from benchmarks.reporting import write_results
-from benchmarks.steady import free_memory, run_until, shared_folder
 from callbacks.charts import DPI, write_chart
 from data.system.log import log
 from recipes.config.build import build_on_meta

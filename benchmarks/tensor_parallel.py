@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks.options import positive
-from benchmarks.reporting import write_results
-from benchmarks.timing import times, training_device
+from benchmarks.common.options import positive
+from benchmarks.common.reporting import write_results
+from benchmarks.common.timing import times, training_device
 from data.cost import FLOAT
 from data.system.process_groups import leave
 from recipes.algorithms.tensor_parallel.divide import divide

@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # This script's folder must not stay on the import path: its files would hide other packages' modules.
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
-from benchmarks.options import positive
-from benchmarks.reporting import write_results
+from benchmarks.common.options import positive
+from benchmarks.common.reporting import write_results
 
 BATCH = 16
 NOTES = """\

@@ -36,9 +36,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from benchmarks.common.options import positive
+from benchmarks.common.reporting import write_results
 from benchmarks.loader import cpu_clock
-from benchmarks.options import positive
-from benchmarks.reporting import write_results
 from data.encoded.dataset import PREFETCH, shared_blocks
 from data.tokenizers.bpe import Vocabulary
 from data.tokenizers.bpe_training import train

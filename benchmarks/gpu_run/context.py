@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.reporting import collected
 from benchmarks.gpu_run.records import RECORDS, Records
-from benchmarks.reporting import collected
 
 
 @dataclass(frozen=True)

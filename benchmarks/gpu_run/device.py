@@ -29,9 +29,9 @@ MODULES = (
     "benchmarks.geglu",
     "benchmarks.norms",
     "benchmarks.powersgd_cost",
-    "benchmarks.random_encoders",
-    "benchmarks.steady",
-    "benchmarks.training",
+    "benchmarks.common.random_encoders",
+    "benchmarks.common.steady",
+    "benchmarks.common.training",
     "benchmarks.gpu_run.numbers",
     "benchmarks.gpu_run.operators",
     "benchmarks.gpu_run.suite",
@@ -110,7 +110,7 @@ def measured_rate(context: Context, number_format: NumberFormat) -> float | None
 
 def median_seconds(work: Any, device: torch.device, rounds: int) -> float:
     """Median seconds of a call, after three calls that are not counted."""
-    from benchmarks.timing import milliseconds
+    from benchmarks.common.timing import milliseconds
 
     for _ in range(rounds):
         work()

@@ -10,10 +10,10 @@ from unittest.mock import patch
 
 import yaml
 
+from benchmarks.common.latent_sets import encoder_components
+from benchmarks.common.random_encoders import TEXTS, VAES, write_encoders
 from benchmarks.encode_reading import write_tar
 from benchmarks.gpu_run.context import Context
-from benchmarks.latent_sets import encoder_components
-from benchmarks.random_encoders import TEXTS, VAES, write_encoders
 from data.system.ranks import Rank
 from precompute.config import EncodeConfig
 from precompute.encoding.job import run

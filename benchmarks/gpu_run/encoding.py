@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch.profiler import profile
 
+from benchmarks.common.random_encoders import TEXTS, VAES, vae_flops, write_encoders
+from benchmarks.common.reporting import reason
 from benchmarks.gpu_run.context import Context
 from benchmarks.gpu_run.device import measured_rate
 from benchmarks.gpu_run.operators import bound_by, kernels_of, new_profiler, write_profile
 from benchmarks.gpu_run.subjects import SHIPPED
-from benchmarks.random_encoders import TEXTS, VAES, vae_flops, write_encoders
-from benchmarks.reporting import reason
 from callbacks.peak_flops import peak_flops
 from recipes.encoders.vae import kl_vae
 

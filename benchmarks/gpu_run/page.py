@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks import reporting
+from benchmarks.common import reporting
+from benchmarks.common.reporting import as_text, describe, table
 from benchmarks.gpu_run.records import RECORDS, Attempt, Records, attempts, merged, rows_of, that_count
-from benchmarks.reporting import as_text, describe, table
 from data.system.files import write_text
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "gpu.md"

@@ -68,7 +68,7 @@ class Records:
     """The file. Each line is written whole, so that nothing is lost when a run is cut off.
 
     Kinds of lines: `run` (when it began, hardware, versions, commit), `begin` and `end` of an item, and between them
-    `row` of a table, `note` below a table, `record` (what `benchmarks.reporting.write_results` writes).
+    `row` of a table, `note` below a table, `record` (what `benchmarks.common.reporting.write_results` writes).
     """
 
     def __init__(self, path: Path) -> None:

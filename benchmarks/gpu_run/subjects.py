@@ -48,8 +48,8 @@ class Subject:
 
 
 DATA = {
-    "random_latents": "benchmarks.random_latents:random_latents",
-    "random_tokens": "benchmarks.random_tokens:random_tokens",
+    "random_latents": "benchmarks.common.random_latents:random_latents",
+    "random_tokens": "benchmarks.common.random_tokens:random_tokens",
 }
 COMPILED = {
     "compiled": ("algorithms.compile={name: compile}",),

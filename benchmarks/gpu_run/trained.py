@@ -15,6 +15,10 @@ import torch
 from composer import Callback as ComposerCallback
 from composer import Logger, State
 
+from benchmarks.common.random_latents import REDUCTION
+from benchmarks.common.reporting import reason
+from benchmarks.common.steady import Steady, UnderLightning, run_until
+from benchmarks.common.training import unet_flops
 from benchmarks.gpu_run.context import Context
 from benchmarks.gpu_run.device import measured_rate
 from benchmarks.gpu_run.operators import OneStep, bound_by, kernels_of, write_profile
@@ -31,10 +35,6 @@ from benchmarks.gpu_run.subjects import (
     single_changes,
     why_not_compared,
 )
-from benchmarks.random_latents import REDUCTION
-from benchmarks.reporting import reason
-from benchmarks.steady import Steady, UnderLightning, run_until
-from benchmarks.training import unet_flops
 from callbacks.peak_flops import NumberFormat, number_format_of, peak_flops
 from data.system.log import log
 from recipes.config.build import build_on_meta

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-from benchmarks import divided_training, reporting
+from benchmarks import divided_training
+from benchmarks.common import reporting
 from benchmarks.divided_training import Way
 from recipes.algorithms.gradients.clipping import ClipByNorm
 from recipes.training.ranks import rank

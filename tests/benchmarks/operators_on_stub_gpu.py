@@ -4,7 +4,7 @@ import json
 
 import torch
 
-from benchmarks.attention_calls import WAYS, attention_by
+from benchmarks.common.attention_calls import WAYS, attention_by
 from benchmarks.operators import WORKLOADS, Setting
 from benchmarks.stub_gpu.use import Counts
 

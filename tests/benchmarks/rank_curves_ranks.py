@@ -10,7 +10,8 @@ from pathlib import Path
 
 from composer.utils import dist
 
-from benchmarks import overhead, rank_curves, reporting
+from benchmarks import overhead, rank_curves
+from benchmarks.common import reporting
 from recipes.config.recipe import Recipe, load_config
 
 results = Path(sys.argv[1])

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import decoder, flex_blocks, reporting
-from benchmarks.flex_blocks import NARROW, block_share
+from benchmarks import decoder
+from benchmarks.common import flex_blocks, reporting
+from benchmarks.common.flex_blocks import NARROW, block_share
 from recipes.models.autoregressive.masks import TokenLayout, visible_pairs
 
 LAYOUT = TokenLayout(256, 32)

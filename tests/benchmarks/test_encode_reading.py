@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from benchmarks import encode_reading, reporting
+from benchmarks import encode_reading
+from benchmarks.common import reporting
 
 
 def test_times_every_reader_on_the_same_images(tmp_path, monkeypatch, capsys):

@@ -2,7 +2,8 @@ import itertools
 import json
 from types import SimpleNamespace
 
-from benchmarks import encode_writing, reporting
+from benchmarks import encode_writing
+from benchmarks.common import reporting
 
 
 def test_measures_each_part(tmp_path, monkeypatch):

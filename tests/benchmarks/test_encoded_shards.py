@@ -1,6 +1,7 @@
 import json
 
-from benchmarks import encoded_shards, reporting
+from benchmarks import encoded_shards
+from benchmarks.common import reporting
 
 
 def test_measures_each_part_beside_another_checkout(tmp_path, monkeypatch):

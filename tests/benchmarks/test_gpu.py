@@ -11,6 +11,7 @@ import torch
 from torch.autograd import DeviceType
 
 from benchmarks import adam16, gpu
+from benchmarks.common.random_encoders import VAES
 from benchmarks.gpu_run import device, encode_job, encoding, numbers, operators, suite, trained
 from benchmarks.gpu_run.context import Context, benchmark
 from benchmarks.gpu_run.items import FAMILIES, Item
@@ -27,7 +28,6 @@ from benchmarks.gpu_run.subjects import (
     single_changes,
     why_not_compared,
 )
-from benchmarks.random_encoders import VAES
 from precompute.config import EncodeConfig
 from recipes.algorithms.sixteen_bit import adam16 as optimizer
 from recipes.config.recipe import load_config

@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from benchmarks import gpu, reporting
+from benchmarks import gpu
+from benchmarks.common import reporting
 from benchmarks.gpu_run import page as pages
 from benchmarks.gpu_run.items import Item
 from benchmarks.gpu_run.page import BEGIN, END, page

@@ -6,9 +6,10 @@ import pytest
 import torch
 from PIL import Image
 
-from benchmarks import grad_scaling, reporting
+from benchmarks import grad_scaling
+from benchmarks.common import reporting
+from benchmarks.common.scalings import GlobalScales, GlobalScaling, StartedScaling, WideGradients, WideProducts
 from benchmarks.grad_scaling import EACH, FULL, ONE
-from benchmarks.scalings import GlobalScales, GlobalScaling, StartedScaling, WideGradients, WideProducts
 from callbacks import exponents
 from callbacks.charts import write_chart
 from recipes.algorithms.sixteen_bit.block_scaling import scale_branch, unscale

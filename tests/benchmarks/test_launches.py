@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.counting import Launches, counting
+from benchmarks.common.counting import Launches, counting
 from benchmarks.launches import CHANGES, count_step, narrow_recipe
 
 # Recipe -> most launches per microbatch in the forward and in the backward pass, then the rest of a step.

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import levers, overhead, reporting, training
-from benchmarks.latent_sets import Encoders
+from benchmarks import levers, overhead
+from benchmarks.common import reporting, training
+from benchmarks.common.latent_sets import Encoders
+from benchmarks.common.steady import Steady, largest_growth
 from benchmarks.levers import RowRuns, ratio, table_rows
-from benchmarks.steady import Steady, largest_growth
 
 TINY = training.Size(
     Encoders(

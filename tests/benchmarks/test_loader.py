@@ -3,7 +3,8 @@ import json
 import pytest
 import torch
 
-from benchmarks import loader, reporting
+from benchmarks import loader
+from benchmarks.common import reporting
 
 
 def test_times_every_reader_on_the_same_samples(tmp_path, monkeypatch, capsys):

@@ -10,17 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import namespaces, network, reporting
-from benchmarks.namespaces import Unavailable, limiting, two_machines
+from benchmarks import network
+from benchmarks.common import namespaces, reporting
+from benchmarks.common.namespaces import Unavailable, limiting, two_machines
+from benchmarks.common.network_settings import MeasuredRun, Settings
 from benchmarks.network import PLAIN, break_even, emulated, relative_speed, variants
 from benchmarks.network_rank import bytes_by_formula
-from benchmarks.network_settings import MeasuredRun, Settings
 from recipes.models.autoregressive.task import Autoregressive
 from tests.ranks import launch
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--width", "64", "--layers", "1", "--batch", "2", "--ranks", "4", "--rounds", "1", "--warm-up", "1"]
-EXCHANGE = "from benchmarks.namespaces import exchange; print(exchange({}, {}, 2_500_000))"
+EXCHANGE = "from benchmarks.common.namespaces import exchange; print(exchange({}, {}, 2_500_000))"
 
 
 def no_namespaces():

@@ -2,7 +2,8 @@
 
 import pytest
 
-from benchmarks import norm_losses, reporting
+from benchmarks import norm_losses
+from benchmarks.common import reporting
 from benchmarks.norm_losses import FULL, LOW, verdict
 
 

@@ -10,8 +10,9 @@ from torch import nn
 from torch.autograd import DeviceType
 from torch.nn import functional as F
 
-from benchmarks import operators, reporting
-from benchmarks.attention_calls import (
+from benchmarks import operators
+from benchmarks.common import reporting
+from benchmarks.common.attention_calls import (
     SPAN,
     WAYS,
     attention_by,

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from benchmarks import powersgd_cost, reporting
+from benchmarks import powersgd_cost
+from benchmarks.common import reporting
 from recipes.models.autoregressive.masks import TokenLayout
 
 

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from benchmarks.published_gpt2 import FEW, Gpt2, deepened
-from benchmarks.published_scaling import GPT2, REST, fitted_v100, gpt2_trace
+from benchmarks.common.published_gpt2 import FEW, Gpt2, deepened
+from benchmarks.common.published_scaling import GPT2, REST, fitted_v100, gpt2_trace
 from recipes.planning.gpus import SHARES, V100_SHARES
 from recipes.planning.trace import PASSES, trace
 

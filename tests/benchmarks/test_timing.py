@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import powersgd_cost, reporting, timing
+from benchmarks import powersgd_cost
+from benchmarks.common import reporting, timing
 from tests.pretended_gpu import PretendedGPU
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,7 +17,7 @@ SAYS = (
     "build_trainer(",  # Composer turns it on
 )
 # They know of GPUs, and time nothing that they run themselves.
-OTHERS = {"gpu.py", "reporting.py", "steady.py", "training.py", "soak.py"}
+OTHERS = {"gpu.py", "soak.py", "common/reporting.py", "common/steady.py", "common/training.py"}
 OTHERS |= {"gpu_run/context.py", "gpu_run/operators.py", "gpu_run/preload.py", "gpu_run/subjects.py"}
 OTHERS |= {"gpu_run/encode_job.py"}  # the job says it
 OTHERS |= {"stub_gpu/build.py", "stub_gpu/use.py"}
@@ -28,7 +29,7 @@ def test_every_benchmark_on_a_gpu_says_whether_it_uses_tf32():
     on_gpu = {name for name, text in texts.items() if "cuda" in text or "training_device" in text}
     silent = {name for name in on_gpu if not any(word in texts[name] for word in SAYS)}
     assert {"adam16.py", "powersgd_cost.py", "gpu_run/device.py", "gpu_run/encoding.py"} <= on_gpu - silent
-    assert silent <= OTHERS, f"{silent - OTHERS}: take the device from benchmarks.timing.training_device"
+    assert silent <= OTHERS, f"{silent - OTHERS}: take the device from benchmarks.common.timing.training_device"
 
 
 @pytest.fixture

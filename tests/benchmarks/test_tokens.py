@@ -2,7 +2,8 @@ import json
 
 import torch
 
-from benchmarks import reporting, tokens
+from benchmarks import tokens
+from benchmarks.common import reporting
 
 
 def test_times_both_readers(tmp_path, monkeypatch):

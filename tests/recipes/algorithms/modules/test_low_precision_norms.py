@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.wide_norms import widen_norms
+from benchmarks.common.wide_norms import widen_norms
 from recipes.algorithms.modules.low_precision_norms import (
     LowPrecisionGroupNorm,
     LowPrecisionLayerNorm,

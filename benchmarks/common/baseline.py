@@ -21,8 +21,8 @@ from recipes.training.lever import Lever
 from recipes.training.run import Run
 
 COMPONENTS = {
-    "data": {"encoded_in_loop": "benchmarks.baseline:encoded_in_loop"},
-    "algorithm": {"composer_ema": "benchmarks.baseline:ComposerEMA"},
+    "data": {"encoded_in_loop": "benchmarks.common.baseline:encoded_in_loop"},
+    "algorithm": {"composer_ema": "benchmarks.common.baseline:ComposerEMA"},
 }
 
 
@@ -51,7 +51,7 @@ def encoded_in_loop(
     Args:
         streams: the encoded set, which gives the order of the samples and the embedding of the empty caption.
         resolution: side of the images in pixels.
-        pictures: folder of the images, written by `benchmarks.latent_sets.write_set`.
+        pictures: folder of the images, written by `benchmarks.common.latent_sets.write_set`.
         image_encoder: encodes the pixels of each microbatch.
         text_encoder: encodes the tokens of each microbatch.
         caption_dropout: as in `latents`.

@@ -1,4 +1,4 @@
-"""Megatron-LM's scaling by the planner: see `published.py`, which prints the rows.
+"""Megatron-LM's scaling by the planner: see `benchmarks/published.py`, which prints the rows.
 
 Shoeybi et al. 2019, section 5.1: DGX-2H machines of 16 V100, batches of 8 sequences, recomputation of each layer. Of
 the figure of weak scaling, the text repeats the numbers of the largest model only.
@@ -12,7 +12,7 @@ from functools import cache
 
 import torch
 
-from benchmarks.published_gpt2 import FEW, Gpt2, deepened
+from benchmarks.common.published_gpt2 import FEW, Gpt2, deepened
 from data.cost import all_reduce_bytes
 from recipes.planning.devices import Devices
 from recipes.planning.gpus import DEVICES, Shares

@@ -14,7 +14,7 @@ from typing import Any
 
 from data.system.files import write_json, write_text
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 COMMIT = "PRECOMPOSE_COMMIT"  # variable that names the commit where the code was carried without its repository
 PACKAGES = ("torch", "triton", "xformers", "mosaicml", "mosaicml-streaming", "diffusers", "webdataset", "tokenizers")

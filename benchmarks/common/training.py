@@ -9,15 +9,15 @@ from pathlib import Path
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.latent_sets import Encoders
-from benchmarks.random_encoders import TEXTS, VAES, VISION, vae_flops
+from benchmarks.common.latent_sets import Encoders
+from benchmarks.common.random_encoders import TEXTS, VAES, VISION, vae_flops
 from data.tokenizers.clip_library import open_clip
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe, load_config
 from recipes.encoders.text import Tower
 from recipes.models.latent_diffusion.unet import UNet
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def recipe_with(
     Args:
         changes: `key=value` overrides, which take precedence over all others.
         size: size of the network.
-        folder: written by `benchmarks.latent_sets.write_set`.
+        folder: written by `benchmarks.common.latent_sets.write_set`.
         resolution: side of the images in pixels.
         batch: samples per step, over all ranks.
         microbatch: samples per microbatch and device; None: the whole batch of the device.

@@ -42,4 +42,4 @@ class WideNorms(Lever):
 
 def register() -> None:
     """Add the lever to the components of this process."""
-    COMPONENTS["algorithm"]["wide_norms"] = "benchmarks.wide_norms:WideNorms"
+    COMPONENTS["algorithm"]["wide_norms"] = "benchmarks.common.wide_norms:WideNorms"

@@ -18,9 +18,9 @@ from recipes.training.lever import Lever
 from recipes.training.run import Run
 
 COMPONENTS = {
-    "started_scaling": "benchmarks.scalings:StartedScaling",
-    "global_scaling": "benchmarks.scalings:GlobalScaling",
-    "wide_gradients": "benchmarks.scalings:WideGradients",
+    "started_scaling": "benchmarks.common.scalings:StartedScaling",
+    "global_scaling": "benchmarks.common.scalings:GlobalScaling",
+    "wide_gradients": "benchmarks.common.scalings:WideGradients",
 }
 
 

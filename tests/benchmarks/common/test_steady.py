@@ -1,4 +1,4 @@
-"""benchmarks/steady.py, beyond what the tests of the benchmarks that use it cover."""
+"""benchmarks/common/steady.py, beyond what the tests of the benchmarks that use it cover."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import torch
 
-from benchmarks import steady
-from benchmarks.steady import Steady, live_bytes
+from benchmarks.common import steady
+from benchmarks.common.steady import Steady, live_bytes
 
 
 def test_windows_are_of_whole_steps_after_the_warm_up(monkeypatch):

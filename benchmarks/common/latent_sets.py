@@ -12,7 +12,7 @@ import numpy as np
 import yaml
 from PIL import Image
 
-from benchmarks.random_encoders import write_encoders
+from benchmarks.common.random_encoders import write_encoders
 from data.encoded.dataset import key_seed
 from data.sources.base import DecodedSample
 from data.sources.filters import Filter
@@ -23,7 +23,7 @@ TARS = 4
 
 @dataclass(frozen=True)
 class Encoders:
-    """Configurations of the two encoders, as `benchmarks.random_encoders.write_encoders` takes them."""
+    """Configurations of the two encoders, as `benchmarks.common.random_encoders.write_encoders` takes them."""
 
     vae: dict[str, Any]
     text: dict[str, Any]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from benchmarks.random_latents import REDUCTION
+from benchmarks.common.random_latents import REDUCTION
 from data.loading import Loading, Placement
 from data.random_numbers import ENTRY
 

@@ -1,0 +1,1 @@
+"""What several benchmarks use, and parts of single ones: measuring, tables, inputs, and components for recipes."""
