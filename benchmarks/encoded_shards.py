@@ -300,8 +300,8 @@ def main(argv: list[str] | None = None) -> None:
         return
     from benchmarks.common.reporting import write_results
 
-    if options.against and not (Path(options.against).expanduser() / "precompute" / "survey.py").is_file():
-        parser.error(f"--against: {options.against} is no checkout of this repository")
+    if options.against and not (Path(options.against).expanduser() / "precompute" / "checking" / "survey.py").is_file():
+        parser.error(f"--against: {options.against} is no checkout of this repository with the folder precompute/checking")
     load = os.getloadavg()[0]
     rows = []
     with tempfile.TemporaryDirectory(prefix="shards-") as temporary:
