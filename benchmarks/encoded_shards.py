@@ -301,7 +301,7 @@ def main(argv: list[str] | None = None) -> None:
     from benchmarks.common.reporting import write_results
 
     if options.against and not (Path(options.against).expanduser() / "precompute" / "checking" / "survey.py").is_file():
-        parser.error(f"--against: {options.against} is no checkout of this repository with the folder precompute/checking")
+        parser.error(f"--against: {options.against} is no checkout of this repository with precompute/checking")
     load = os.getloadavg()[0]
     rows = []
     with tempfile.TemporaryDirectory(prefix="shards-") as temporary:
