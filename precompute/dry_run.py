@@ -30,8 +30,9 @@ def encode_report(config: EncodeConfig, missing: list[str], rank: Rank) -> str:
     """The resolved config, the shards to do and the expected sizes of an encode job, as text.
 
     Raises:
-        ValueError: the filter's bounds contradict each other, a resolution does not fit the image encoder, or `out`
-            holds values made with other options, as far as these are known without the encoders.
+        ValueError: the filter's bounds contradict each other, a source lacks what the config names, a resolution does
+            not fit the image encoder, or `out` holds values made with other options, as far as these are known without
+            the encoders.
     """
     build(config.filter)  # for its errors
     shards_line = _shards_line(partial(output_of, config), partial(_options, config), rank)
@@ -42,7 +43,8 @@ def pack_report(config: PackConfig, missing: list[str], rank: Rank) -> str:
     """The resolved config, the shards to do and the size of a row of a packing job, as text.
 
     Raises:
-        ValueError: the filter's bounds contradict each other, or `out` holds rows made with other options.
+        ValueError: the filter's bounds contradict each other, a source lacks what the config names, or `out` holds rows
+            made with other options.
     """
     build(config.filter)  # for its errors
 
@@ -59,7 +61,8 @@ def vocabulary_report(config: VocabularyConfig, missing: list[str]) -> str:
     """The resolved config and the shards to read of a vocabulary job, as text.
 
     Raises:
-        ValueError: the filter's bounds contradict each other, or another job wrote the file.
+        ValueError: the filter's bounds contradict each other, a source lacks what the config names, or another job
+            wrote the file.
     """
     from precompute.texts.vocabulary_job import is_written  # not above: other jobs do not need what it imports
 
@@ -103,13 +106,17 @@ def _config_lines(config: EncodeConfig | PackConfig | VocabularyConfig, missing:
 def _source_lines(
     config: EncodeConfig | PackConfig | VocabularyConfig, describe: Callable[[str, list[str]], str]
 ) -> list[str]:
-    """One line per source: `describe(label, shards)`, or why the source cannot be read."""
+    """One line per source: `describe(label, shards)`, or what is not there yet, such as its files or its scores.
+
+    Raises:
+        ValueError: a source cannot be read as the config says, or from `describe`.
+    """
     lines = []
     for label, component in config.sources.items():
         try:
             shards = build(component).shards()
             source_options(component)  # for its errors
-        except (FileNotFoundError, ValueError) as error:
+        except FileNotFoundError as error:
             lines.append(f"{label}: the source cannot be read yet: {error}")
         else:
             lines.append(describe(label, shards))

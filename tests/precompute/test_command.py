@@ -74,6 +74,10 @@ def test_errors_are_one_line(override, message, recipe, tmp_path):
             {"resolutions": [20], "image_encoder": {"name": "dvae", "path": "a/b"}, "text_encoder": None},
             "resolutions: 20 is not a multiple of 8, as a/b requires",
         ),
+        (
+            {"sources": {"train": {"name": "texts", "files": [__file__], "shard_mb": 0}}},
+            "sources.train.shard_mb is 0: give 1 or more",
+        ),
     ],
 )
 def test_a_dry_run_checks_what_needs_no_encoder(recipe, changes, message):
