@@ -55,7 +55,7 @@ class EncodedDataset(FetchingDataset):
         arguments: of StreamingDataset.
 
     Raises:
-        ValueError: see `column_readers` and StreamingDataset.
+        ValueError: see `column_readers` and StreamingDataset; an `Outage` where a store does not answer.
     """
 
     @rare_searches()  # a set may have a million files, each with some objects
@@ -72,7 +72,8 @@ class EncodedDataset(FetchingDataset):
             try:
                 super().__init__(**arguments)
             except ValueError as error:  # streaming's own checks, such as of the size of the cache
-                raise ValueError(f"data: {one_line(error)}") from None
+                kind = Outage if isinstance(error, Outage) else ValueError
+                raise kind(f"data: {one_line(error)}") from None
         self.weighted = weighted
         self._weights: np.ndarray | None = None  # (samples stored,) float32, of the epoch that is being read
         world = self._unique_rank_world

@@ -33,7 +33,7 @@ from streaming.base.world import World
 
 from data.encoded.mds_index import INDEX, Shard, read_index
 from data.encoded.shard_places import compact_places
-from data.remote.downloads import CREDENTIAL, fetch, is_refused
+from data.remote.downloads import CREDENTIAL, advice, fetch, is_refused, store_error
 from data.system.disk_errors import about, disk_error, disk_line
 from data.system.errors import WorkersError, one_line
 from data.system.files import atomic_write, remove_partial
@@ -76,8 +76,8 @@ class WholeStream(Stream):
         copies what it says of the columns for every file.
 
         Raises:
-            FileNotFoundError: there is no index.
-            ValueError: as `read_index`, the set has no samples, or a column is not safe to read.
+            FileNotFoundError: there is no index in a folder.
+            ValueError: as `_fetch_index` and `read_index`, the set has no samples, or a column is not safe to read.
         """
         folder = Path(self.local, self.split)
         if self.remote is not None and not (folder / INDEX).is_file():
@@ -94,9 +94,22 @@ class WholeStream(Stream):
         return shards
 
     def _fetch_index(self, path: Path, world: World) -> None:
-        """One process of a machine fetches the index. The others wait for all of its attempts, which have pauses."""
+        """One process of a machine fetches the index. The others wait for all of its attempts, which have pauses.
+
+        Raises:
+            OSError: of this disk.
+            ValueError: the store refuses it.
+            Outage: the store does not answer.
+        """
         if world.is_local_leader:
-            self._download_file(INDEX)
+            try:
+                self._download_file(INDEX)
+            except Exception as error:  # each store's client has its own errors, without a common base class
+                if disk_error(error) is not None:
+                    raise
+                address = os.path.join(self.remote, self.split, INDEX)
+                line = f"{address}: cannot be fetched ({one_line(error)}); {advice(error)}"
+                raise store_error(line, error) from error
         else:
             late = f"{path}: the first process of this machine has not fetched it, see its log: "
             wait_for_file_to_exist(str(path), TICK, max(self.download_timeout, INDEX_WAIT), late)

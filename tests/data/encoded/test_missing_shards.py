@@ -60,6 +60,17 @@ def test_a_store_that_does_not_answer_is_worth_another_start(tmp_path, monkeypat
     assert f"store/manifest.json: cannot be fetched ({error}); " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("error", "status"), [(TimeoutError("timed out"), 1), (FileNotFoundError("no such key"), 2)])
+def test_a_store_may_cease_to_answer_between_the_manifest_and_the_index(tmp_path, monkeypatch, capsys, error, status):
+    monkeypatch.setattr("data.fetching.fetch", Mock(side_effect=error))
+    streams = [WholeStream(local=str(tmp_path / "cache"), remote="s3://sets/train")]
+    with pytest.raises(SystemExit) as left, user_errors():
+        LatentDataset(streams=streams, resolution=32, text="text", blocks=0, batch_size=BATCH)
+    assert left.value.code == status
+    said = f"error: data: s3://sets/train/index.json: cannot be fetched ({error}); "
+    assert capsys.readouterr().err.startswith(said)
+
+
 def test_a_disk_that_is_full_is_no_store_that_refuses_a_manifest(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("data.encoded.sets.fetch", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     with pytest.raises(SystemExit), user_errors():
