@@ -29,8 +29,9 @@ COMPRESSIONS = re.compile(r"br(:(\d|1[01]))?|bz2(:[1-9])?|gz(:\d)?|snappy|zstd(:
 # Arguments of sources that say where the data lies and how it is divided, which the ids of shards tell apart; or where
 # scores and lists lie, of which the model's weights and the content count (see `_chosen_by`).
 PLACES = ("urls", "path", "files", "exclude", "shard_size", "shard_mb", "scores", "shared")
-# Options that say what is taken of a source's data (see `source_options`). Sets of earlier versions may lack them.
-SOURCE, SCORES = "source", "scores"
+# Options that say what is taken of a source's data (see `source_options`), and by which rules the filter judges (see
+# `filter_version`). Sets of earlier versions may lack them.
+SOURCE, SCORES, FILTER_VERSION = "source", "scores", "filter_version"
 
 
 @dataclass(kw_only=True)
@@ -149,6 +150,7 @@ class EncodeConfig:
             "upscale": self.upscale,
             "resampling": self.resampling,
             "filter": plain_values(self.filter),
+            **filter_version(self.filter),
             "seed": None if self.crop == "center" else self.seed,
         }
 
@@ -232,6 +234,17 @@ def source_options(source: Component) -> dict[str, Any]:
     return {SOURCE: reading(source)} | ({SCORES: chosen} if chosen else {})
 
 
+def filter_version(filter: Component) -> dict[str, Any]:
+    """The option that says by which rules of its own a filter judges, of a filter that has a `version`.
+
+    It is no part of `request`: a complete set stays complete where the rules have changed.
+    """
+    from recipes.config.build import import_builder  # not above: it imports more than the keys need
+
+    version = getattr(import_builder(filter), "version", None)
+    return {FILTER_VERSION: version} if isinstance(version, int | str) else {}
+
+
 def changed_option(found: dict[str, Any], options: dict[str, Any]) -> str | None:
     """The name of the first option that differs from what an earlier job wrote down; None: there is none.
 
@@ -239,7 +252,8 @@ def changed_option(found: dict[str, Any], options: dict[str, Any]) -> str | None
         found: the options of that job, from its file.
         options: of this job, as JSON-compatible values.
     """
-    earlier = [name for name in (SOURCE, SCORES) if name not in found]  # versions that did not write them down
+    # Of versions that did not write them down.
+    earlier = [name for name in (SOURCE, SCORES, FILTER_VERSION) if name not in found]
     names = [name for name in [*options, *found] if name not in earlier]
     return next((name for name in names if found.get(name) != options.get(name)), None)
 

@@ -59,3 +59,6 @@ def dalle(*, min_side: int = 256, max_pixels: int = 50_000_000, language: str | 
         language=language,
         boilerplate=BOILERPLATE,
     )
+
+
+dalle.version = 1  # of the rules above and those of `Filter`, see there

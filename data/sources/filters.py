@@ -36,7 +36,14 @@ _UPRIGHT = {
 
 
 class Filter:
-    """Decodes samples and rejects those that do not fit. The cheap checks (caption, size) come before decoding."""
+    """Decodes samples and rejects those that do not fit. The cheap checks (caption, size) come before decoding.
+
+    Attributes:
+        version: of the rules: another number where the same arguments reject other samples than before. Jobs that were
+            begun with another one are refused.
+    """
+
+    version = 1
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from data.system.log import every_rank
 from data.system.ranks import Rank
 from data.system.side_by_side import side_by_side
 from data.transforms import resize_and_crop
-from precompute.config import EncodeConfig, changed_option, source_options
+from precompute.config import EncodeConfig, changed_option, filter_version, source_options
 from precompute.encoding.job import pick_device
 from precompute.output.claims import shards_to_do
 from precompute.output.output_set import OutputSet
@@ -51,7 +51,8 @@ def score(config: EncodeConfig, model: str) -> bool:
     rank = Rank.from_environment()
     sources, decoder = build(config.sources), build(config.filter)
     scorer = Reranker(model, str(pick_device(config.device, rank.local)), "--model")
-    of_all = {"model": model, "weights_hash": scorer.hash(), "filter": plain_values(config.filter)}
+    judged = {"filter": plain_values(config.filter)} | filter_version(config.filter)
+    of_all = {"model": model, "weights_hash": scorer.hash()} | judged
     facts = {label: of_all | source_options(component) for label, component in config.sources.items()}
     folders = {label: Path(config.out, label, FOLDER) for label in sources}
     for label, folder in folders.items():

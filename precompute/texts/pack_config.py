@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from data.aliases import InputPath
-from precompute.config import default_filter, source_errors, storage_errors
+from precompute.config import default_filter, filter_version, source_errors, storage_errors
 from recipes.config.schema import ConfigError
 from recipes.config.values import plain_values
 
@@ -55,4 +55,5 @@ class PackConfig:
     def request(self) -> dict[str, Any]:
         """Everything that determines the rows, with the digest of the vocabulary."""
         digest = hashlib.sha256(Path(self.vocabulary).read_bytes()).hexdigest()
-        return {"filter": plain_values(self.filter), "positions": self.positions, "vocabulary": digest}
+        own = {"filter": plain_values(self.filter), **filter_version(self.filter)}
+        return own | {"positions": self.positions, "vocabulary": digest}

@@ -12,6 +12,7 @@ from PIL import Image
 
 from benchmarks.killing import digests
 from data.encoded.manifest import Manifest
+from data.sources.dalle_filter import dalle
 from data.sources.filters import Filter
 from data.sources.tars import TarSource
 from data.transforms import crop_box, resize_and_crop
@@ -209,6 +210,21 @@ def test_a_folder_of_other_options_is_refused(encoded, capsys, field, override):
     finally:
         (encoded / "kept.json").rename(encoded / "options.json")
     assert (encoded / "index.json").read_bytes() == before
+
+
+def test_other_rules_of_the_filter_are_refused_while_a_set_is_incomplete(recipe, tmp_path, capsys, monkeypatch):
+    path, out = recipe(resolutions=[16], filter={"name": "dalle", "min_side": 16}), tmp_path / "out" / "train"
+    main([path])
+    monkeypatch.setattr(dalle, "version", "new")
+    main([path])
+    assert "already complete" in capsys.readouterr().out
+    (out / "index.json").unlink()
+    error = expect_error([path], capsys)
+    assert "made with filter_version 1, this job has new" in error and "give another `out`" in error
+    assert expect_error([path, "--dry-run"], capsys) == error
+    options = json.loads((out / "options.json").read_text())  # of a version that did not write it down
+    (out / "options.json").write_text(json.dumps({k: v for k, v in options.items() if k != "filter_version"}))
+    main([path, "--dry-run"])
 
 
 def test_changed_weights_are_refused(recipe, tmp_path, vae_folder, capsys):
