@@ -180,7 +180,8 @@ def _read_table(root: Path, captions: str) -> tuple[dict[str, str], list[str]]:
         for line, row in readers[path.suffix.lower()](path):
             name = _take(row, _NAME_COLUMNS, path, line)
             caption = _take(row, _CAPTION_COLUMNS, path, line)
-            name = PurePosixPath(name).as_posix()  # "./a.png" is "a.png"
+            # "./a.png" is "a.png". A row without a name is listed by its line.
+            name = PurePosixPath(name).as_posix() if name.strip() else f"{path.name}:{line}"
             if name in table:
                 repeated.append(name)
             else:
@@ -191,7 +192,7 @@ def _read_table(root: Path, captions: str) -> tuple[dict[str, str], list[str]]:
 
 
 def _take(row: dict[str, Any], columns: tuple[str, str], path: Path, line: int) -> str:
-    """The first of two columns of a row. A missing caption becomes an empty one, which is rejected later."""
+    """The first of two columns of a row. A missing name or caption becomes an empty one, which is rejected later."""
     for column in columns:
         if column in row:
             value = row[column]

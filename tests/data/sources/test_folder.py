@@ -1,5 +1,6 @@
 """Folders of images: captions beside them or in a table, oddities, errors, and what makes another shard."""
 
+import json
 import os
 import shutil
 from pathlib import Path, PurePosixPath
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.sources.base import shard_id
+from data.sources.base import Rejected, shard_id
 from data.sources.folder import FolderSource, _divided
 from tests.data.sources.test_sources import picture, read
 from tests.fuzzing import few
@@ -123,6 +124,15 @@ def test_folder_table_oddities(tmp_path):
         ("c", ""),
         ("gone.png", "missing_image"),
     ]
+
+
+def test_rows_of_a_table_without_a_name_are_listed_by_their_line(tmp_path):
+    (tmp_path / "a.png").write_bytes(picture(1))
+    names = ("a.png", None, "", "gone.png")
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"file_name": name, "text": "x"}) + "\n" for name in names))
+    found = [row for row in read(FolderSource(path=str(tmp_path), captions="t.jsonl")) if isinstance(row, Rejected)]
+    assert sorted(row.key for row in found) == ["gone.png", "t.jsonl:2", "t.jsonl:3"]
+    assert {row.reason for row in found} == {"missing_image"}
 
 
 def test_other_captions_in_a_table_are_another_shard(tmp_path):
