@@ -177,18 +177,18 @@ class EncodeConfig:
 
 @dataclass(kw_only=True)
 class VocabularyConfig:
-    """A vocabulary job: it trains a BPE vocabulary on captions and writes a file of the tokenizers library."""
+    """A vocabulary job: it trains a BPE vocabulary on captions or texts and writes a file of the tokenizers library."""
 
     out: str
     """File of the result, such as runs/mine/vocabulary.json; its manifest is written beside it."""
     sources: dict[str, Annotated[Any, "source"]]
-    """Sources of images with captions, by label; only the captions are used. Leave validation sets out."""
+    """Sources of text files, or of images with captions, by label; images are not read. Leave validation sets out."""
     filter: Annotated[Any, "filter"] | None = None
-    """Which captions are used, as in the encode job; null: all that can be read."""
+    """Which texts are used, as in the encode job; null: all that can be read."""
     entries: int = 16384
-    """Number of entries, the 256 bytes included. It is an error if the captions give fewer."""
+    """Number of entries, the 256 bytes included. It is an error if the texts give fewer."""
     limit: int | None = None
-    """Maximum number of captions, read from shards in random order; null reads all."""
+    """Maximum number of texts, read from shards in random order; null reads all."""
     seed: int = 17
     """Seed of the random order in which shards are read."""
 

@@ -1,4 +1,4 @@
-"""Train the BPE vocabulary by which captions are encoded.
+"""Train the BPE vocabulary by which captions or other texts are encoded.
 
     python precompute/vocabulary.py yamls/openmoji_vocabulary.yaml
     python precompute/vocabulary.py yamls/openmoji_vocabulary.yaml entries=512 out=runs/small/vocabulary.json

@@ -35,7 +35,7 @@ def train(captions: Iterable[str], entries: int) -> Tokenizer:
     found = tokenizer.get_vocab_size()
     if found < entries:
         raise ValueError(
-            f"entries: the captions give {found:,} entries, {entries:,} were asked for; read more captions, or ask for "
+            f"entries: the texts give {found:,} entries, {entries:,} were asked for; read more of them, or ask for "
             f"{found:,} or fewer (and as many text tokens of the transformer)"
         )
     return tokenizer

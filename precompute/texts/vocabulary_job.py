@@ -52,7 +52,7 @@ def write_vocabulary(config: VocabularyConfig) -> None:
 
     Raises:
         FileNotFoundError: a source does not exist.
-        ValueError: the captions give fewer entries than requested, or another job wrote the file.
+        ValueError: the texts give fewer entries than requested, or another job wrote the file.
     """
     out = Path(config.out)
     if is_written(config):
@@ -73,7 +73,7 @@ def write_vocabulary(config: VocabularyConfig) -> None:
     with atomic_write(out) as partial:
         partial.write_bytes(data)
     log.info(
-        f"wrote {out}: {config.entries:,} entries from {captions.count:,} captions; "
+        f"wrote {out}: {config.entries:,} entries from {captions.count:,} texts; "
         f"rejected: {counts_text(captions.rejected.items())}"
     )
 
@@ -118,7 +118,7 @@ class Captions:
                 yield caption
                 if time.monotonic() - logged >= EVERY:
                     logged = time.monotonic()
-                    log.info(f"vocabulary: {self.count:,} captions")
+                    log.info(f"vocabulary: {self.count:,} texts")
 
 
 def _request(config: VocabularyConfig) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def arguments(drawings, tmp_path):
 def test_it_is_written_once_with_its_manifest(arguments, tmp_path, capsys):
     out = tmp_path / "new" / "words.json"
     main(arguments())
-    assert f"wrote {out}: 270 entries from 40 captions; rejected: none" in capsys.readouterr().out
+    assert f"wrote {out}: 270 entries from 40 texts; rejected: none" in capsys.readouterr().out
     made = json.loads(manifest_path(out).read_text())
     assert (made["entries"], made["captions"], made["rejected"]) == (270, 40, {})
     assert {path.name for path in out.parent.iterdir()} == {"words.json", "words.manifest.json"}
@@ -50,7 +50,7 @@ def test_it_is_written_once_with_its_manifest(arguments, tmp_path, capsys):
 
 def test_what_it_refuses(arguments, tmp_path, capsys):
     error = expect_error(arguments("entries=16384"), capsys)
-    assert "error: entries: the captions give 282 entries, 16,384 were asked for; read more captions" in error
+    assert "error: entries: the texts give 282 entries, 16,384 were asked for; read more of them" in error
     assert not (tmp_path / "new").exists()
     assert "entries: 256; give more than 256" in expect_error(arguments("entries=256"), capsys)
     assert "ends in .json" in expect_error(arguments("out=words"), capsys)
@@ -67,9 +67,9 @@ def test_what_it_refuses(arguments, tmp_path, capsys):
 def test_filters_and_limits(arguments, tmp_path, capsys):
     rules = "filter={name: pictures, boilerplate: [drawing of . stars.*]}"
     main(arguments(rules, "entries=265"))
-    assert "from 35 captions; rejected: boilerplate 5" in capsys.readouterr().out  # 0, 2, 4, 6, 8
+    assert "from 35 texts; rejected: boilerplate 5" in capsys.readouterr().out  # 0, 2, 4, 6, 8
     main(arguments("entries=265", "limit=12", f"out={tmp_path}/few.json"))
-    assert "from 12 captions" in capsys.readouterr().out
+    assert "from 12 texts" in capsys.readouterr().out
 
 
 def test_a_limit_reads_shards_in_random_order(drawings):

@@ -39,7 +39,7 @@ def test_training_depends_on_the_captions_alone(tokenizer):
     shuffled = random.Random(3).sample(CAPTIONS, len(CAPTIONS))
     assert train(iter(shuffled), 340).to_str() == tokenizer.to_str()
     assert tokenizer.get_vocab_size() == 340
-    with pytest.raises(ValueError, match=r"the captions give \d+ entries, 16,384 were asked for; read more captions"):
+    with pytest.raises(ValueError, match=r"the texts give \d+ entries, 16,384 were asked for; read more of them"):
         train(CAPTIONS, 16384)
 
 
