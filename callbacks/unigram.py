@@ -17,7 +17,7 @@ from recipes.training.run import Run
 
 
 class Unigram(Callback):
-    """Logs the cross-entropy of each validation set's tokens under their frequencies in training.
+    """Logs the cross-entropy of each validation set's predicted tokens under their frequencies in training.
 
     The frequencies are those of the run's batches so far, with one added to each count. A model that has learned only
     how often each token occurs has this loss; one that has learned nothing has the logarithm of the number of tokens
@@ -37,6 +37,7 @@ class Unigram(Callback):
             known = ", ".join(task.counted) or "none"
             raise ValueError(f"unigram: column is {column}, and the tokens that the model predicts are: {known}")
         self.codes = task.counted[column]
+        self.first = task.counted_from.get(column, 0)
         self.run_name = run_name
         self.copies = copies
         self.column = column
@@ -48,7 +49,7 @@ class Unigram(Callback):
             self.seen = self.seen.to(run.device)
 
     def before_forward(self, run: Run) -> None:
-        tokens = run.batch[self.column]
+        tokens = self._predicted(run)
         if self.seen is None:
             self.seen = tokens.new_zeros(self.codes)
         add_counts(self.seen, tokens)
@@ -57,7 +58,7 @@ class Unigram(Callback):
         self.validated = None
 
     def eval_before_forward(self, run: Run) -> None:
-        tokens = run.batch[self.column]
+        tokens = self._predicted(run)
         if self.validated is None:
             self.validated = torch.zeros(self.codes, dtype=torch.float64, device=tokens.device)
         add_counts(self.validated, tokens, run.batch.get(WEIGHT))
@@ -80,6 +81,10 @@ class Unigram(Callback):
         """Go on with the counts of a checkpoint, on the first rank, which has those of its copies, too."""
         if "seen" in state:
             self.seen = state["seen"] * (self.copies if ranks.is_first_rank() else 0)
+
+    def _predicted(self, run: Run) -> Tensor:
+        """The tokens of the batch that the loss is a mean over."""
+        return run.batch[self.column][:, self.first :]
 
     def _seen_by_all(self) -> Tensor:
         seen = self.seen.clone()

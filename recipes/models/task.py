@@ -45,6 +45,7 @@ class Task(nn.Module):
         compares_samples: whether the loss compares the samples of a microbatch with each other, as contrastive losses
             do. The size of the microbatch is then part of what is learned, and is never chosen automatically.
         counted: name of a batch's entry -> number of different tokens that it holds, for the `unigram` callback.
+        counted_from: name in `counted` -> number of tokens at the beginning of each sample that are not predicted.
         codes: size of the codebook if `evaluate` also returns `codes`, the codes of each sample; otherwise None.
         exports_average_beside: whether an export holds the averaged weights in a folder beside the raw ones
             (`export_average` writes them). If False, averaged weights take the place of the raw ones.
@@ -64,6 +65,7 @@ class Task(nn.Module):
     scheduled: tuple[str, ...] = ()
     compares_samples: bool = False
     counted: Mapping[str, int] = {}
+    counted_from: Mapping[str, int] = {}
     codes: int | None = None
     exports_average_beside: bool = False
     exported: str | None = None

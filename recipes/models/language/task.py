@@ -56,6 +56,7 @@ class Language(TransformerTask):
         }
         self.network = TextTransformer(**self.sizes, dropout=dropout)
         self.counted = {"tokens": vocabulary}
+        self.counted_from = {"tokens": 1}
 
     def requirements(self) -> dict[str, int]:
         """The number of positions that the texts must be packed to, and the most tokens that they may have."""
