@@ -43,10 +43,12 @@ def pack_report(config: PackConfig, missing: list[str], rank: Rank) -> str:
     """The resolved config, the shards to do and the size of a row of a packing job, as text.
 
     Raises:
-        ValueError: the filter's bounds contradict each other, a source lacks what the config names, or `out` holds rows
-            made with other options.
+        ValueError: the filter's bounds contradict each other, the vocabulary is none, a source lacks what the config
+            names, or `out` holds rows made with other options.
     """
     build(config.filter)  # for its errors
+    if Path(config.vocabulary).is_file():
+        config.read_vocabulary()  # for its errors
 
     def output_of(label: str, shards: list[str]) -> OutputSet:
         return OutputSet(f"{config.out}/{label}", shards)

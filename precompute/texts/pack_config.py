@@ -6,12 +6,17 @@ import hashlib
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from data.aliases import InputPath
 from precompute.config import default_filter, filter_version, source_errors, storage_errors
 from recipes.config.schema import ConfigError
 from recipes.config.values import plain_values
+
+if TYPE_CHECKING:
+    from data.bpe import Vocabulary
+
+MOST_TOKENS = 1 << 16  # tokens are stored as uint16
 
 
 @dataclass(kw_only=True)
@@ -51,6 +56,22 @@ class PackConfig:
         errors += storage_errors(self.size_limit, self.compression, self.hashes)
         if errors:
             raise ConfigError(errors)
+
+    def read_vocabulary(self) -> Vocabulary:
+        """The vocabulary, read from its file.
+
+        Raises:
+            ValueError: the file is no vocabulary, is not the one of its manifest, or has too many entries.
+        """
+        from data.bpe import Vocabulary  # not above: the keys do not need the tokenizers library
+
+        vocabulary = Vocabulary.read(self.vocabulary)
+        if vocabulary.size >= MOST_TOKENS:
+            raise ValueError(
+                f"vocabulary: {self.vocabulary} has {vocabulary.size:,} entries; give one with {MOST_TOKENS - 1:,} or "
+                "fewer, as tokens are stored in 16 bits"
+            )
+        return vocabulary
 
     def request(self) -> dict[str, Any]:
         """Everything that determines the rows, with the digest of the vocabulary."""

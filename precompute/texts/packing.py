@@ -34,7 +34,6 @@ from recipes.config.build import build
 from recipes.config.recipe import to_yaml
 
 CHARACTERS = 1 << 22  # of the texts that are encoded at once
-MOST_TOKENS = 1 << 16  # tokens are stored as uint16
 
 
 class Packed:
@@ -93,12 +92,7 @@ def pack(config: PackConfig, sources: dict[str, Source], sets: dict[str, OutputS
             shards that could not be read, and no other is left; or the texts of a source fill no row. The other sets
             are complete all the same.
     """
-    vocabulary = Vocabulary.read(config.vocabulary)
-    if vocabulary.size >= MOST_TOKENS:
-        raise ValueError(
-            f"vocabulary: {config.vocabulary} has {vocabulary.size:,} entries; give one with {MOST_TOKENS - 1:,} or "
-            "fewer, as tokens are stored in 16 bits"
-        )
+    vocabulary = config.read_vocabulary()
     options = {label: config.request() | source_options(config.sources[label]) for label in sets}
     for label, output in sets.items():
         output.claim(options[label])

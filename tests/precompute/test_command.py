@@ -14,7 +14,7 @@ from streaming.base.storage.upload import UPLOADERS
 
 from data.system.ranks import Rank
 from precompute.config import COMPRESSIONS, HASHES, UPLOADED, EncodeConfig, VocabularyConfig
-from precompute.dry_run import encode_report, image_shape, text_shape
+from precompute.dry_run import encode_report, image_shape, pack_report, text_shape
 from precompute.encode import main as encode
 from precompute.encoding.columns import LatentColumns
 from precompute.pack import main as pack
@@ -85,6 +85,15 @@ def test_a_dry_run_checks_what_needs_no_encoder(recipe, changes, message):
     config = load_config(recipe(**changes), [], EncodeConfig, missing=[])
     with pytest.raises(ValueError, match=message):
         encode_report(config, [], Rank.from_environment())
+
+
+def test_a_dry_run_reads_the_vocabulary_with_which_texts_are_packed(tmp_path):
+    sources = {"docs": Component("source", "texts", {"files": [__file__]}, "data.sources.texts:TextSource", "")}
+    config = PackConfig(out=str(tmp_path / "out"), sources=sources, vocabulary=str(tmp_path / "words.json"))
+    assert "docs: 1 input shards" in pack_report(config, [], Rank())
+    (tmp_path / "words.json").write_text("no vocabulary")
+    with pytest.raises(ValueError, match="words.json: not a vocabulary of the tokenizers library"):
+        pack_report(config, [], Rank())
 
 
 def test_a_dry_run_assumes_the_sizes_of_a_token_encoder_of_ones_own(recipe, tmp_path, monkeypatch):
