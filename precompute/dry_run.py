@@ -35,7 +35,11 @@ def encode_report(config: EncodeConfig, missing: list[str], rank: Rank) -> str:
             the encoders.
     """
     build(config.filter)  # for its errors
-    shards_line = _shards_line(partial(output_of, config), partial(_options, config), rank)
+
+    def is_complete(label: str, output: OutputSet) -> bool:
+        return output.is_complete(config.request() | source_options(config.sources[label]), output.shards)
+
+    shards_line = _shards_line(partial(output_of, config), partial(_options, config), rank, is_complete)
     return "\n".join([*_config_lines(config, missing), *_source_lines(config, shards_line), *_size_lines(config)])
 
 
@@ -84,14 +88,19 @@ def _options(config: EncodeConfig | PackConfig, label: str) -> dict[str, Any]:
 
 
 def _shards_line(
-    output_of: Callable[[str, list[str]], OutputSet], options_of: Callable[[str], dict[str, Any]], rank: Rank
+    output_of: Callable[[str, list[str]], OutputSet],
+    options_of: Callable[[str], dict[str, Any]],
+    rank: Rank,
+    is_complete: Callable[[str, OutputSet], bool] = lambda label, output: False,
 ) -> Callable[[str, list[str]], str]:
-    """A function that says of a source's shards how many are done, for `_source_lines`."""
+    """A function that says of a source's shards how many are done, for `_source_lines`. The options of a complete set
+    are not compared: the job does not go on with it."""
 
     def describe(label: str, shards: list[str]) -> str:
         output = output_of(label, shards)
-        output.check(options_of(label))
         todo = len(output.remaining())
+        if todo or not is_complete(label, output):
+            output.check(options_of(label))
         return (
             f"{label}: {len(shards):,} input shards, {len(shards) - todo:,} done, {todo:,} to do, "
             f"about {-(-todo // rank.world):,} for each of {rank.world} ranks; into {output.out}"

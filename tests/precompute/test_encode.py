@@ -218,6 +218,8 @@ def test_other_rules_of_the_filter_are_refused_while_a_set_is_incomplete(recipe,
     monkeypatch.setattr(dalle, "version", "new")
     main([path])
     assert "already complete" in capsys.readouterr().out
+    main([path, "--dry-run"])
+    assert "3 done, 0 to do" in capsys.readouterr().out
     (out / "index.json").unlink()
     error = expect_error([path], capsys)
     assert "made with filter_version 1, this job has new" in error and "give another `out`" in error
