@@ -14,7 +14,7 @@ from recipes.config.schema import ConfigError
 from recipes.config.values import plain_values
 
 if TYPE_CHECKING:
-    from data.bpe import Vocabulary
+    from data.tokenizers.bpe import Vocabulary
 
 MOST_TOKENS = 1 << 16  # tokens are stored as uint16
 
@@ -63,7 +63,7 @@ class PackConfig:
         Raises:
             ValueError: the file is no vocabulary, is not the one of its manifest, or has too many entries.
         """
-        from data.bpe import Vocabulary  # not above: the keys do not need the tokenizers library
+        from data.tokenizers.bpe import Vocabulary  # not above: the keys do not need the tokenizers library
 
         vocabulary = Vocabulary.read(self.vocabulary)
         if vocabulary.size >= MOST_TOKENS:

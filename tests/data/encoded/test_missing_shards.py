@@ -62,7 +62,7 @@ def test_a_store_that_does_not_answer_is_worth_another_start(tmp_path, monkeypat
 
 @pytest.mark.parametrize(("error", "status"), [(TimeoutError("timed out"), 1), (FileNotFoundError("no such key"), 2)])
 def test_a_store_may_cease_to_answer_between_the_manifest_and_the_index(tmp_path, monkeypatch, capsys, error, status):
-    monkeypatch.setattr("data.fetching.fetch", Mock(side_effect=error))
+    monkeypatch.setattr("data.encoded.fetching.fetch", Mock(side_effect=error))
     streams = [WholeStream(local=str(tmp_path / "cache"), remote="s3://sets/train")]
     with pytest.raises(SystemExit) as left, user_errors():
         LatentDataset(streams=streams, resolution=32, text="text", blocks=0, batch_size=BATCH)
