@@ -160,8 +160,9 @@ class Guard(Lever):
             except OSError as error:  # which is not why the run ends
                 log.warning(f"{self.output / REPORT} could not be written ({error.strerror})")
         wait()  # a launcher would end the first rank when another has ended
+        batches = "1 batch was" if run.nonfinite == 1 else f"{run.nonfinite} batches in a row were"
         return (
-            f"training: {run.nonfinite} batches in a row were not finite, since batch {self._first} (loss {run.loss}); "
+            f"training: {batches} not finite, since batch {self._first} (loss {run.loss}); "
             f"the last good checkpoint is {newest or 'none'}; lower optimizer.lr or look at {self.output / REPORT}"
         )
 

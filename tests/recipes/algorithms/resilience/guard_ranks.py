@@ -96,7 +96,7 @@ def a_report(folder):
         patch.setattr(guard_module, "write_json", lambda *_, **__: time.sleep(0.3) or (folder / "written").touch())
         guard.batch_start(run)
         run.loss = float("nan")
-        with pytest.raises(ValueError, match="1 batches in a row were not finite"):
+        with pytest.raises(ValueError, match="1 batch was not finite"):
             guard.step_end(run.at(1))
     assert (folder / "written").exists()
 

@@ -173,7 +173,7 @@ def test_norms_are_those_of_each_block_and_of_the_rest():
 
 def test_a_full_disk_does_not_hide_why_the_run_ends(tmp_path, capsys):
     run, levers = new_run(tmp_path, limit=1)
-    with small_files(10), pytest.raises(ValueError, match="1 batches in a row were not finite"):
+    with small_files(10), pytest.raises(ValueError, match="1 batch was not finite"):
         step(run, levers, 1, math.nan)
     assert f"{tmp_path / REPORT} could not be written (File too large)" in capsys.readouterr().out
 
@@ -183,7 +183,7 @@ def test_a_run_that_ends_so_is_an_error(tmp_path):
     step(run, levers, 9)
     step(run, levers, 10, math.nan)
     run.batch = {"seed": torch.tensor([7])}  # of the validation with which each run ends
-    with pytest.raises(ValueError, match="1 batches in a row were not finite, since batch 10 .*checkpoint is none"):
+    with pytest.raises(ValueError, match="1 batch was not finite, since batch 10 .*checkpoint is none"):
         levers.call("end", run)
     report = json.loads((tmp_path / REPORT).read_text())
     assert report["last_good_checkpoint"] is None and report["seeds_of_the_last_batch_on_rank_0"] == [3, 5]
