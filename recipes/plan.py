@@ -95,6 +95,7 @@ def peak_of(device: Any, recipe: Recipe) -> float:
 
 def plan(options: argparse.Namespace, recipe: Recipe) -> str:
     """The text about all numbers of GPUs."""
+    from recipes.engines.dry_run_checks import check_levers_on_meta, levers_on_gpus
     from recipes.planning.divided_run import Cluster
     from recipes.planning.gpus import device_named
     from recipes.planning.plan import Planner
@@ -106,7 +107,9 @@ def plan(options: argparse.Namespace, recipe: Recipe) -> str:
     clusters = [Cluster(device, peak, device.shares, world, options.machine) for world in options.gpus]
     for cluster in clusters:
         cluster.check_links()
-    return Planner(recipe).report(clusters, options.price)
+    planner = Planner(recipe, levers_on_gpus)
+    check_levers_on_meta(recipe, planner.length.epoch_steps)
+    return planner.report(clusters, options.price)
 
 
 def main(arguments: list[str]) -> None:

@@ -35,6 +35,7 @@ from recipes.planning.devices import Devices
 from recipes.planning.dry_run import survey
 from recipes.planning.length import in_epochs
 from recipes.training.clock import Clock
+from recipes.training.lever import Lever
 from recipes.training.run import Precision, Run
 
 
@@ -69,10 +70,8 @@ def _check_on_meta(recipe: Recipe, use_gpu: bool, epoch_batches: int | None) -> 
     place = Place(use_gpu, resolve(training.precision, use_gpu=use_gpu), local_world_size=1, planned=devices)
     task = build_on_meta(recipe.model)
     context = context_of(recipe, task, None)
-    # One value stands for all parameters, which have no memory.
-    optimizer = build(recipe.optimizer, parameters=[nn.Parameter(torch.zeros(1))], task=task)
-    check_start(recipe, task, type(optimizer).__name__)
-    run = MetaRun(task, place.precision, optimizer, Clock(0, 0, 0, training.duration, epoch_batches))
+    run = _new_run(recipe, place, task, epoch_batches)
+    check_start(recipe, task, type(run.optimizer).__name__)
     batch = training.device_batch(devices.world)
     levers = build_levers(recipe, place, context, batch)
     low_rank = the_one(levers, PowerSGD)
@@ -85,17 +84,63 @@ def _check_on_meta(recipe: Recipe, use_gpu: bool, epoch_batches: int | None) -> 
             build(component, **context)
     check_callbacks(recipe)
     check_microbatch(recipe, task, batch)
-    for lever in levers:
-        lever.change_modules(run)
-    if devices.world > 1 and (training.fsdp is not None or devices.tensor > 1):
-        loose_tensors(task)  # which the first rank would send
-    for lever in levers:
-        lever.compile(run)
+    _prepare(recipe, levers, run, devices)
     if epoch_batches is None and any(in_epochs(plain_values(recipe))):
         return  # only the data says which lengths fit each other
     schedule(run.clock)
     for lever in levers:
         lever.check_run(run)
+
+
+def levers_on_gpus(recipe: Recipe, devices: Devices, task: Task) -> list[Lever]:
+    """The levers of a run on some GPUs, which change nothing yet.
+
+    Raises:
+        ValueError: what the run would refuse: levers that cannot work with each other, or with the `training` section.
+    """
+    batch = recipe.training.device_batch(devices.world)
+    return build_levers(recipe, _gpus(recipe, devices), context_of(recipe, task, None), batch)
+
+
+def check_levers_on_meta(recipe: Recipe, epoch_batches: int | None) -> None:
+    """Let a recipe's levers change its model, as in a run on no more GPUs than hold one model.
+
+    Args:
+        recipe: checked.
+        epoch_batches: steps of an epoch; None: not known.
+
+    Raises:
+        ValueError: what any run of the recipe would refuse of its levers.
+    """
+    tensor = recipe.training.tensor_parallel
+    devices, task = Devices(tensor, 1, tensor), build_on_meta(recipe.model)
+    with _quiet():
+        levers = levers_on_gpus(recipe, devices, task)
+        run = _new_run(recipe, _gpus(recipe, devices), task, epoch_batches)
+        _prepare(recipe, levers, run, devices)
+        if epoch_batches is not None or not any(in_epochs(plain_values(recipe))):
+            for lever in levers:
+                lever.check_run(run)
+
+
+def _gpus(recipe: Recipe, devices: Devices) -> Place:
+    return Place(True, resolve(recipe.training.precision, use_gpu=True), local_world_size=1, planned=devices)
+
+
+def _new_run(recipe: Recipe, place: Place, task: Task, epoch_batches: int | None) -> MetaRun:
+    # One value stands for all parameters, which have no memory.
+    optimizer = build(recipe.optimizer, parameters=[nn.Parameter(torch.zeros(1))], task=task)
+    return MetaRun(task, place.precision, optimizer, Clock(0, 0, 0, recipe.training.duration, epoch_batches))
+
+
+def _prepare(recipe: Recipe, levers: list[Lever], run: MetaRun, devices: Devices) -> None:
+    """What levers change before training begins, in the order of a run."""
+    for lever in levers:
+        lever.change_modules(run)
+    if devices.world > 1 and (recipe.training.fsdp is not None or devices.tensor > 1):
+        loose_tensors(run.task)  # which the first rank would send
+    for lever in levers:
+        lever.compile(run)
 
 
 @contextmanager

@@ -15,10 +15,10 @@ from recipes.planning.costs import costs_of, parameter_counts, plan_of
 from recipes.planning.devices import Devices
 from recipes.planning.divided_run import USABLE, Cluster, DividedRun, Setting
 from recipes.planning.gpus import DEVICES
-from recipes.planning.length import length_of
+from recipes.planning.length import Length, length_of
 from recipes.planning.levers import apply_levers
 from recipes.planning.pass_memory import Passes, passes_of
-from recipes.planning.settings import best_of, check_averages, runs_of, settings_of
+from recipes.planning.settings import Check, best_of, no_check, runs_of, settings_of
 from recipes.planning.tensor_parallel import keep_part
 from recipes.planning.trace import NUMBERS, Traces, traces_of
 
@@ -28,12 +28,17 @@ MOST_DOUBLINGS = 7  # of the number of devices, in the search for one that a mod
 class Planner:
     """Plans of one recipe, for any devices."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, check: Check = no_check) -> None:
         """
+        Args:
+            recipe: checked.
+            check: see `runs_of`.
+
         Raises:
             ValueError: the model cannot be built, its batches are not known, or the data does not fit it.
         """
         self.recipe = recipe
+        self.check = check
         self.task = build_on_meta(traced_model(recipe))
         self.batches = tuple(blank_batch(recipe, self.task, number) for number in NUMBERS)
         self.sample_bytes = sample_bytes(self.batches[0])
@@ -46,9 +51,10 @@ class Planner:
         """All ways to train it there. Raises ValueError where the batch does not divide."""
         return list(settings_of(self.runs(cluster)))
 
-    def runs(self, cluster: Cluster) -> Iterator[DividedRun]:
-        """All ways to divide it there. Raises ValueError where the batch does not divide."""
-        return runs_of(self.recipe, self.task, self.divided, self.passes, self.batches[0], cluster)
+    def runs(self, cluster: Cluster, left_out: dict[str, str] | None = None) -> Iterator[DividedRun]:
+        """All ways to divide it there. Raises ValueError where the batch does not divide. See `runs_of`."""
+        own = (self.recipe, self.task, self.divided, self.passes, self.batches[0])
+        return runs_of(*own, cluster, self.check, left_out)
 
     def divided(self, devices: int) -> Traces:
         """The traces of one of the devices that divide each matrix."""
@@ -91,12 +97,18 @@ class Planner:
         return "\n".join(lines)
 
     @property
+    def length(self) -> Length:
+        """Of the run, as far as the size of the data is known here."""
+        return length_of(self.recipe, self.costs.data.epoch or Epoch(None))
+
+    @property
     def steps(self) -> int | None:
         """Steps of the run; None where the size of the data is not known here."""
-        return length_of(self.recipe, self.costs.data.epoch or Epoch(None)).steps
+        return self.length.steps
 
     def _lines(self, cluster: Cluster, price: float | None) -> list[str]:
-        settings = self.settings(cluster)
+        left_out: dict[str, str] = {}
+        settings = list(settings_of(self.runs(cluster, left_out)))
         best = best_of(settings, cluster.device)
         room = size_text(USABLE * cluster.device.memory)
         title = f"{count_text(cluster.world, 'GPU')} ({cluster.device.name}, {room} usable of each)"
@@ -110,11 +122,8 @@ class Planner:
         lines = [f"{title}: {best}", *self._details(best, cluster, price)]
         for way in dict.fromkeys(setting.way for setting in settings):
             lines.append("  " + self._other(way, [setting for setting in settings if setting.way == way], cluster))
-        try:
-            check_averages(self.recipe, cluster.world)
-        except ValueError as error:  # it may be the fastest way
-            lines.append(f"  DDP: left out: {error}")
-        return lines
+        # Among them may be the fastest way.
+        return [*lines, *(f"  {way}: left out: {message}" for way, message in left_out.items())]
 
     def _more(self, cluster: Cluster) -> int | None:
         """The least number of devices that the model fits on, of some machines; None: it does not, or not as far as

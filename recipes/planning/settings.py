@@ -33,6 +33,14 @@ DIVISIONS: dict[str, FSDP | None] = {
 }
 
 
+# What a run would refuse of the algorithms of a recipe that is divided over devices; see `runs_of`.
+Check = Callable[[Recipe, Devices, Task], object]
+
+
+def no_check(recipe: Recipe, devices: Devices, task: Task) -> None:
+    """A `Check` that refuses nothing."""
+
+
 def settings_of(runs: Iterable[DividedRun]) -> Iterator[Setting]:
     """All settings of ways to divide a run, whether they fit or not."""
     for run in runs:
@@ -48,6 +56,8 @@ def runs_of(
     passes: Callable[[int], Passes],
     samples: dict[str, Tensor],
     cluster: Cluster,
+    check: Check = no_check,
+    left_out: dict[str, str] | None = None,
 ) -> Iterator[DividedRun]:
     """All ways to divide a recipe over devices. Those that its algorithms refuse are left out.
 
@@ -58,10 +68,14 @@ def runs_of(
         passes: gives their memory, likewise.
         samples: a batch of any size.
         cluster: on which it is to be trained.
+        check: raises ValueError where a run would refuse the algorithms of a way.
+        left_out: gets the message of `check` by the name of the way.
 
     Raises:
-        ValueError: the batch does not divide over the devices, or the rate of their links is not known.
+        ValueError: the batch does not divide over the devices, the rate of their links is not known, or `check` has
+            refused all ways.
     """
+    left_out = {} if left_out is None else left_out
     machine = min(cluster.machine, cluster.world)
     cluster.check_links()
     tensors = [n for n in range(1, machine + 1) if machine % n == 0] if task.tensor_plan() else [1]
@@ -82,11 +96,15 @@ def runs_of(
                 check_sharding(divided, task)
                 costs = costs_of(divided, plan_of(divided, task, devices))
                 _check_one_graph(divided, task, costs)
-                check_averages(divided, devices.replicas)
             except ValueError:
                 continue
             # What FSDP would not divide is DDP, and what it divides within one machine only is FULL_SHARD.
             if fsdp is not None and (devices.shards == 1 or (fsdp.replicas == "machines" and devices.replicas == 1)):
+                continue
+            try:
+                check(divided, devices, task)
+            except ValueError as error:
+                left_out[name if tensor == 1 else f"tensor_parallel {tensor}, {name}"] = str(error)
                 continue
             ways += 1
             label = "no FSDP" if fsdp is None and tensor == cluster.world > 1 else name
@@ -95,6 +113,8 @@ def runs_of(
             label += ", without powersgd" if averaging else ""
             found = traces(tensor), passes(tensor)
             yield DividedRun(label, divided, task, *found, costs, devices, cluster, samples, batch)
+    if not ways and left_out:
+        raise ValueError(next(iter(left_out.values())))
     if not ways:
         _raise_indivisible(recipe, cluster)
 
@@ -118,15 +138,6 @@ def _check_one_graph(recipe: Recipe, task: Task, costs: Costs) -> None:
     for lever in levers:
         low = None if gathered_format(recipe, costs) == "fp32" else torch.bfloat16
         Compile(task, **lever.args).check_units(units_of(task, by_block=fsdp.wrap == "blocks", parameters=low))
-
-
-def check_averages(recipe: Recipe, replicas: int) -> None:
-    """Raises ValueError where nothing would average the gradients of graphs; see `CudaGraphs.check_levers`."""
-    averaged = any(lever.name == "block_all_reduce" for lever in recipe.algorithms.values())
-    if captured(recipe.algorithms) and replicas > 1 and not averaged:
-        raise ValueError(
-            "cuda_graphs works with DDP only if there is algorithms.averages={name: block_all_reduce}, too"
-        )
 
 
 def _raise_indivisible(recipe: Recipe, cluster: Cluster) -> None:

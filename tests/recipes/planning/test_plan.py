@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe, load_config
 from recipes.config.values import Component
+from recipes.engines.dry_run_checks import levers_on_gpus
 from recipes.planning.batches import blank_batch, sample_bytes
 from recipes.planning.devices import Devices
 from recipes.planning.divided_run import BLOCKS, WORKSPACE, Cluster
@@ -341,10 +342,25 @@ def test_cuda_graphs_need_whole_copies_that_are_averaged_by_block(planner):
     assert {s.recompute for s in settings_of([found["DDP"]])} == {False}
     assert {s.recompute for s in settings_of([found["FULL_SHARD, without CUDA graphs"]])} == {False, True}
     without = compiled(planner, "mode: default", levers[0])
+    without.check = levers_on_gpus
     assert {run.division for run in without.runs(place_of(8))} == set(found) - {"DDP"}
-    left_out = "DDP: left out: cuda_graphs works with DDP only if there is algorithms.averages={name: block_all_reduce}"
+    left_out = "DDP: left out: cuda_graphs: DistributedDataParallel does not see the gradients of graphs; add "
     assert left_out in without.report([place_of(8)], None)
     assert left_out not in without.report([place_of(1)], None)
+
+
+def test_ways_whose_levers_a_run_refuses_are_left_out(planner):
+    """Of `powersgd`: that overlaps, without FSDP; whose rank the devices of a machine do not divide."""
+    overlapped = compiled(planner, "mode: default", "algorithms.low={name: powersgd, rank: 16, overlap: true}")
+    odd = compiled(planner, "mode: default", "algorithms.low={name: powersgd, rank: 12}")
+    for found, left_out in ((overlapped, {"DDP": "needs"}), (odd, {"FULL_SHARD within machines": "is not divis"})):
+        found.check, told = levers_on_gpus, {}
+        every = {"DDP", "SHARD_GRAD_OP, without powersgd", "FULL_SHARD, without powersgd", "FULL_SHARD within machines"}
+        cluster = Cluster(DEVICE, 100e12, SHARES, 16, 8)
+        assert {run.division for run in found.runs(cluster, told)} == every - set(left_out)
+        assert set(told) == set(left_out)
+        for way, message in left_out.items():
+            assert told[way].startswith("powersgd: ") and message in told[way]
 
 
 def test_gradients_are_averaged_by_block_where_nothing_is_divided(planner):

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.gpu_run.subjects import register_data
 from recipes.config.recipe import Recipe, load_config
+from recipes.engines.dry_run_checks import check_on_meta
 from recipes.plan import main, peak_of
 from recipes.planning.gpus import DEVICES
 
@@ -63,6 +64,27 @@ def test_what_a_short_run_of_a_small_model_takes(capsys, tmp_path, monkeypatch):
     hours, gpu_hours, cost = map(float, re.search(r"run +(\S+) hours, (\S+) GPU-hours, (\S+) at 2", text).groups())
     assert hours == gpu_hours == pytest.approx(whole * step / 3600, rel=0.15)
     assert cost == pytest.approx(2 * hours, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "levers",
+    [
+        ["{name: channels_last}"],
+        ["{name: powersgd, rank: 8}", "{name: block_all_reduce}"],
+        ["{name: cuda_graphs}", "{name: activation_checkpointing}"],
+        ["{name: scheduled_ema, decay: 0.9, last: 9999ba}"],
+    ],
+)
+def test_levers_that_a_run_refuses(capsys, tmp_path, monkeypatch, levers):
+    """In the same line."""
+    monkeypatch.chdir(tmp_path)
+    yaml, named = ROOT / "yamls" / "openmoji_diffusion.yaml", [f"algorithms.l{i}={x}" for i, x in enumerate(levers)]
+    changes = ["model.denoiser.width=32", "model.denoiser.layers=1", "algorithms.scheduled_ema=null", *named]
+    with pytest.raises(ValueError) as refused:
+        check_on_meta(load_config(yaml, changes, Recipe, []))
+    with pytest.raises(SystemExit):
+        main([str(yaml), *changes, "--gpu", "h200", "--gpus", "8"])
+    assert capsys.readouterr().err == f"error: {refused.value}\n"
 
 
 @pytest.mark.parametrize(
