@@ -85,11 +85,14 @@ class Planner:
             ValueError: the batch does not divide over the devices, or nothing fits.
         """
         parameters, _ = parameter_counts(self.task)
-        samples = self.recipe.training.global_batch
+        samples, algorithms = self.recipe.training.global_batch, self.recipe.algorithms.items()
         length = self.recipe.training.duration if self.steps is None else f"{self.steps:,} steps"
         lines = [f"{self.recipe.run_name}: {parameters:,} parameters, {samples:,} samples per step, {length}"]
         size, averaged = self.costs.checkpoint_bytes(parameters), self.costs.averaged_bytes
         late = f", {size_text(size + averaged)} with the average" if averaged else ""
+        costs = self.costs.algorithms
+        errors = sum(costs[label].checkpoint_bytes for label, own in algorithms if own.name == "powersgd")
+        late += f", {size_text(errors)} less in settings without powersgd" if errors else ""
         sample = size_text(self.sample_bytes) if self.sample_bytes >= 1e5 else f"{self.sample_bytes / 1e3:,.1f} kB"
         lines.append(f"stored: {size_text(size)} per checkpoint{late}, {sample} per sample")
         for cluster in clusters:

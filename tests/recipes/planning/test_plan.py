@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from data.cost import size_text
+from recipes.algorithms.gradients.blocks import block_matrices
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe, load_config
 from recipes.config.values import Component
@@ -449,6 +451,8 @@ def test_powersgd_is_left_out_where_there_is_one_replica(tokens):
     alone = {f"{name}, without powersgd" for name in ("SHARD_GRAD_OP", "FULL_SHARD")}
     assert found.keys() == {"DDP", "FULL_SHARD within machines"} | alone
     assert not any(found[name] for name in alone) and found["FULL_SHARD within machines"] > 0 < found["DDP"]
+    size = 4 * sum(p.numel() for block in block_matrices(tokens.task, "test") for p in block)  # errors in checkpoints
+    assert f", {size_text(size)} less in settings without powersgd, " in tokens.report([place_of(8, machine=4)], None)
 
 
 def test_groups_can_be_more_than_samples(tokens):
