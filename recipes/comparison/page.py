@@ -87,7 +87,7 @@ def _facts(runs: Sequence[Run]) -> str:
     rows = [["Model", *(escape(str(value_at(run.config, "model.name"))) for run in runs)]]
     rows.append(["Engine", *(escape(str(value_at(run.config, "training.engine") or "")) for run in runs)])
     for axis in AXES:
-        ends = (float(run.position(max(c.batches[-1] for c in run.curves.values()), axis)) for run in runs)
+        ends = (float(run.position(run.batches, axis)) for run in runs)
         rows.append([axis.capitalize(), *(f"{end:,.0f}" if axis != "hours" else f"{end:.3g}" for end in ends)])
     names = sorted({name for run in runs for name in run.curves if name.startswith(FIRST)})
     for name in names:

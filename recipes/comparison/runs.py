@@ -17,6 +17,7 @@ from recipes.config.recipe import Recipe, load_config
 from recipes.config.values import ConfigError, yaml_line
 
 CONFIG = "config.yaml"  # the resolved config, which a run writes into its folder
+TRAINED = "loss/train/"  # begins the names of figures of trained batches
 NAMES = ("run_name", "output")  # keys that differ between any two runs
 
 
@@ -36,6 +37,11 @@ class Run:
     curves: dict[str, Curve]
     pictures: dict[str, list[Picture]]
 
+    @property
+    def batches(self) -> float:
+        """Number of batches that it has trained: a loss is logged with the number of batches before its own."""
+        return max(_last(curve) + name.startswith(TRAINED) for name, curve in self.curves.items())
+
     def position(self, batches: np.ndarray | float, axis: str) -> np.ndarray:
         """Where in the run batches are: the batches themselves, the samples or the hours until then.
 
@@ -48,9 +54,11 @@ class Run:
             return np.asarray(batches, float)
         if axis == "hours":
             return np.interp(batches, counted.batches, counted.hours)
+        size = float(value_at(self.config, "training.global_batch") or 1)
         if SAMPLES not in self.curves:
-            return np.asarray(batches, float) * float(value_at(self.config, "training.global_batch") or 1)
-        return np.interp(batches, counted.batches, counted.values)
+            return np.asarray(batches, float) * size
+        # A run that has not ended has not counted the samples of its last batch.
+        return np.interp(batches, counted.batches, counted.values) + size * np.maximum(0, batches - _last(counted))
 
 
 def _last(curve: Curve) -> float:

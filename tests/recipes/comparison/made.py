@@ -24,8 +24,11 @@ def log(folder, rows):
     writer.close()
 
 
-def made_run(folder, name="made", prompts=PROMPTS, grids=(4, 8), batches=8, base="openmoji_diffusion", **changes):
-    """A run of `batches` batches of 64 samples, a second each, whose loss is 1 / batch."""
+def made_run(
+    folder, name="made", prompts=PROMPTS, grids=(4, 8), batches=8, ended=True, base="openmoji_diffusion", **changes
+):
+    """A run of `batches` batches of 64 samples, a second each, whose loss is 1 / batch. Figures of a batch are logged
+    with the number of batches before it, and counts once more when the run ends."""
     values = yaml.safe_load((ROOT / "yamls" / f"{base}.yaml").read_text())
     values |= {"run_name": name, "output": str(folder)}
     if base == "openmoji_diffusion":
@@ -38,9 +41,10 @@ def made_run(folder, name="made", prompts=PROMPTS, grids=(4, 8), batches=8, base
     shares = {f"time/share/{part}": share for part, share in (("forward", 0.25), ("backward", 0.5))}
     figures = {"throughput/samples_per_sec": 64.0, "metrics/val/loss": 0.5, **shares}
     rows = [
-        (1000.0 + batch, batch, {"loss/train/total": 1 / batch, "time/sample": 64.0 * batch, **figures})
-        for batch in range(1, batches + 1)
+        (1000.0 + batch, batch, {"time/sample": 64.0 * batch, "loss/train/total": 1 / (batch + 1), **figures})
+        for batch in range(batches)
     ]
+    rows += [(1000.0 + batches, batches, {"time/sample": 64.0 * batches})] if ended else []
     log(folder / "tensorboard" / "made", rows)
     for batch in grids:
         pixels = np.stack([np.full((16, 16, 3), 20 * batch + i, np.uint8) for i in range(len(prompts))])

@@ -105,6 +105,15 @@ def test_figures_of_the_runs(page):
     assert any(re.search(r"25\.0%.*|50\.0%.*", row) for row in rows)
 
 
+def test_the_length_of_a_run_that_has_not_ended(tmp_path):
+    """Its last batch is counted, too: of 8, all losses were logged."""
+    out = tmp_path / "report.html"
+    compare.main([str(made_run(tmp_path / "run", ended=False)), "--out", str(out)])
+    page = Page(out.read_text(encoding="utf-8"))
+    assert "Batches8" in page.texts("tr") and "Samples512" in page.texts("tr")
+    assert [a["data-samples"] for a in page.all("figure") if a.get("data-batches") == "8"] == ["512"] * len(PROMPTS)
+
+
 def test_differences_of_the_configs(page):
     keys = [text for text in page.texts("code")]
     assert keys == ["optimizer.lr", "schedule.final"]
