@@ -204,7 +204,7 @@ class PowerSGD(Lever):
         sent = self.compressor.bytes_sent(shapes, self.machines)
         plain = bytes_sent(sum(shape.numel() for shape in shapes), self.machines, FLOAT_32)
         log.info(
-            f"powersgd: {len(shapes)} matrices in {len(self.blocks)} blocks, {self.machines} machines, {sent:,.0f} "
+            f"powersgd: {len(shapes)} matrices in {len(self.blocks)} blocks, {self.machines} replicas, {sent:,.0f} "
             f"bytes sent per step and process instead of {plain:,.0f}"
         )
 

@@ -1,5 +1,6 @@
 """PowerSGD in runs: refusals, real runs on two and four ranks, and (in the same launches) Adam16 on shards."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from recipes.algorithms.powersgd.block_gradients import blocks_of
 from recipes.algorithms.powersgd.lever import PowerSGD
+from recipes.algorithms.powersgd.low_rank import LowRank
 from recipes.engines.composer.adapters import as_algorithms
 from recipes.engines.composer.model import ComposerTask
 from recipes.engines.composer.run import ComposerRun
@@ -58,6 +60,14 @@ def test_one_process_has_nothing_to_average():
     )
     with pytest.raises(ValueError, match="only one replica .*, and clip by training.grad_clip=4"):
         trainer.fit()
+
+
+def test_what_it_averages_between_are_replicas(capsys):
+    """Two processes of one machine are no machines."""
+    lever = PowerSGD(Residual(), rank=2)
+    lever.blocks, lever.machines, lever.compressor = blocks_of(lever.task), 2, LowRank(2, **lever.formats)
+    lever._log_traffic()
+    assert re.search(r"powersgd: \d+ matrices in \d+ blocks, 2 replicas, [\d,]+ bytes sent", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
