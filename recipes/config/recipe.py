@@ -202,7 +202,7 @@ class Checkpoints:
     """Checkpoint to resume from, a file or a remote address. Weights, the optimizer's state and step are restored."""
     load_weights: InputPath | None = None
     """Folder from which only the weights are loaded: an export of a run, or a folder of diffusers with safetensors.
-    Step, optimizer and schedule start at the beginning."""
+    Step, optimizer and schedule start at the beginning. A run that resumes does not read it."""
     autoresume: bool = True
     """Whether a run whose output folder has checkpoints resumes from the newest one. A recipe that has changed since is
     refused, except for a longer duration and for `allow_changes`."""
@@ -310,6 +310,13 @@ class Recipe:
         )
         self.output = os.path.expanduser(self.output or f"runs/{self.run_name}")
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether there is a checkpoint in the run's folder to resume from, or may be one in its bucket. A run that
+        resumes does not read `checkpoints.load_weights`."""
+        there = self.checkpoints.bucket is not None or any(Path(self.output, "checkpoints").glob("ep*-ba*"))
+        return self.checkpoints.resumes and there
+
 
 def load_config(path: str | Path, overrides: list[str], cls: type[Config], missing: list[str] | None = None) -> Config:
     """Read a config from a YAML, the YAML that it names as `base`, and `key.sub=value` overrides.
@@ -335,11 +342,14 @@ def load_config(path: str | Path, overrides: list[str], cls: type[Config], missi
         )
     checker = Checker(all_components())
     config = checker.section(cls, values, "")
-    errors = checker.errors + (checker.missing if missing is None else [])
+    absent = checker.missing
+    if isinstance(config, Recipe) and config.goes_on:
+        absent = [line for line in absent if not line.startswith("checkpoints.load_weights: ")]
+    errors = checker.errors + (absent if missing is None else [])
     if errors:
         raise ConfigError(errors)
     if missing is not None:
-        missing += checker.missing
+        missing += absent
     return config
 
 

@@ -321,6 +321,19 @@ def test_missing_paths_are_collected_for_a_dry_run(small):
     assert [line.split(":")[0] for line in missing] == ["data.source.path", "checkpoints.load_weights"]
 
 
+def test_weights_that_a_run_which_goes_on_does_not_read_may_be_gone(small, tmp_path):
+    """With checkpoints in its folder, or perhaps in its bucket."""
+    changes = ["checkpoints.load_weights=nothing", f"output={tmp_path}"]
+    gone = [f"checkpoints.load_weights: `nothing` does not exist (looked in {tmp_path})"]
+    assert small(*changes) == gone
+    assert small(*changes, "checkpoints.bucket=s3://runs/one").checkpoints.load_weights == "nothing"
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "ep0-ba2.ckpt").touch()
+    assert small(*changes, missing=(missing := [])).checkpoints.load_weights == "nothing" and not missing
+    assert small(*changes).goes_on
+    assert small(*changes, "checkpoints.autoresume=false") == gone
+
+
 def test_interpolation(small):
     config = small("callbacks.export.every=${training.duration}", r"run_name=a\${b}")
     assert config.callbacks["export"].args["every"] == "100ba"
