@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.config.command_line import check_out, fail, path_of, user_errors
-from recipes.generation.exports import family_of, find_export, find_network, load_pipeline
+from recipes.generation.exports import family_of, find_export, find_network, load_pipeline, weights_of
 from recipes.generation.options import add_options, candidates_of, own_options
 
 
@@ -59,6 +59,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     from recipes.evaluation.retrieval import accuracy, ranks, read_pairs, reconstruct
     from recipes.scoring.reranking import Reranker, draw_best
 
+    network = find_network(folder, options.weights)
     pipeline = load_pipeline(folder, options.device, options.precision, options.weights)
     model = Reranker(options.retrieval, pipeline.device, "--retrieval")
     reranker = None if options.rerank is None else Reranker(options.rerank, pipeline.device)
@@ -77,7 +78,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     texts = model.embed_captions(captions)
     result: dict[str, Any] = {
         "export": str(folder),
-        "weights": find_network(folder, options.weights).name,
+        "weights": f"{network.name}, {weights_of(folder, network)}",
         "judge": {"name": options.retrieval, "weights_hash": judge},
         "seed": options.seed,
         "options": {name: str(value) if isinstance(value, Path) else value for name, value in own.items()},

@@ -21,7 +21,7 @@ from recipes.config.values import plain_values
 from recipes.evaluation.config import Evaluation
 from recipes.evaluation.job import Job, Variant, variants
 from recipes.evaluation.report import write_report
-from recipes.generation.exports import find_export, find_network, load_pipeline, read_record
+from recipes.generation.exports import find_export, find_network, load_pipeline, read_record, weights_of
 from recipes.models.latent_diffusion.task import SCHEDULER
 from recipes.scoring.extractors import build_extractor
 from recipes.scoring.figures import Settings, check_counts, figures
@@ -78,7 +78,7 @@ def evaluate(export: Path, config: Evaluation) -> dict[str, Any] | None:
         ]
     result = {
         "export": str(folder),
-        "weights": f"{network.name}, sha256 {identity['network']}",
+        "weights": f"{network.name}, {weights_of(folder, network)}, sha256 {identity['network']}",
         "images": len(captions),
         "seeds": f"{config.seed} to {config.seed + len(captions) - 1}",
         "reference": f"{len(references[resolution][0])} pictures of {_one_line(config.reference.source)}",

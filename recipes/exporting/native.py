@@ -19,7 +19,7 @@ from recipes.config.values import ConfigError
 from recipes.engines.deferred import Deferred
 from recipes.engines.first_weights import started_from
 from recipes.exporting.checkpoints import Checkpoint, read_checkpoint
-from recipes.generation.exports import Weights, find_network, holds_average, read_record
+from recipes.generation.exports import Weights, find_network, read_record, weights_of
 from recipes.models.task import Task
 from recipes.models.tensor_file import TensorFile
 from recipes.models.weights import load_tensors
@@ -191,5 +191,5 @@ def from_export(source: Path, folder: Path, weights: Weights | None) -> None:
     networks = {name, f"{name}_ema"}
     shutil.copytree(source, folder, ignore=lambda at, names: {"done.json", *networks} if Path(at) == source else set())
     shutil.copytree(chosen, folder / name)
-    record["weights"] = "averaged" if chosen.name != name or holds_average(source) else "as trained"
+    record["weights"] = weights_of(source, chosen)
     write_json(folder / "export.json", record, indent=2)

@@ -124,6 +124,16 @@ def find_network(export: Path, weights: Weights | None) -> Path:
     return averaged if there and weights != "raw" else raw
 
 
+def weights_of(export: Path, network: Path) -> Literal["averaged", "as trained"]:
+    """Which weights a network's folder in an export has.
+
+    Args:
+        export: as `find_export` gives it.
+        network: as `find_network` gives it.
+    """
+    return "averaged" if network.name.endswith("_ema") or holds_average(export) else "as trained"
+
+
 def holds_average(export: Path) -> bool:
     """Whether the network's own folder has averaged weights, as `recipes/export.py` writes it, by export.json."""
     return (export / "export.json").is_file() and read_record(export).get("weights") == "averaged"

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from recipes.evaluate import main
 from recipes.evaluation.retrieval import accuracy, ranks, read_pairs
+from recipes.generation.exports import find_network, weights_of
 
 
 def unit(rows):
@@ -62,6 +63,23 @@ def test_pairs_stay_together():
         read_pairs(Pairs(), 7, 0, 5)
 
 
+@pytest.mark.parametrize(
+    ("networks", "record", "chosen"),
+    [
+        (["unet", "unet_ema"], {}, "averaged"),
+        (["unet"], {}, "as trained"),
+        (["unet"], {"weights": "as trained"}, "as trained"),
+        (["unet"], {"weights": "averaged"}, "averaged"),  # as recipes/export.py writes it
+    ],
+)
+def test_which_weights_are_evaluated(tmp_path, networks, record, chosen):
+    for name in networks:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    (tmp_path / "export.json").write_text(json.dumps({"family": "latent_diffusion", "network": "unet", **record}))
+    assert weights_of(tmp_path, find_network(tmp_path, None)) == chosen
+
+
 def test_the_command(exported, drawings, clip_folder, tmp_path, capsys):
     export, tars = Path(exported[0].output, "export"), sorted(Path(drawings).rglob("*.tar"))
     assert tars
@@ -75,6 +93,7 @@ def test_the_command(exported, drawings, clip_folder, tmp_path, capsys):
     assert set(first["sets"]) == {"seen", "other"}
     assert set(first["sets"]["seen"]) == {"generated", "reconstructed", "real"}
     assert len(first["judge"]["weights_hash"]) == 64 and first["options"] == {"steps": 2}
+    assert first["weights"] == "unet, as trained"
     assert first["candidates"] == {"per caption": 1, "chosen by": None}
     main([*command, "--out", str(out), "--batch", "2"])
     assert json.loads(out.read_text()) == first  # whatever the batch
