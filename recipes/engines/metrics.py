@@ -47,9 +47,11 @@ class Figure(Metric):
             self.totals[number] += weight.sum()
 
     def compute(self) -> Tensor:
-        """The figure, a scalar. A mean whose samples all have a weight of 0 is 0."""
+        """The figure, a scalar. In a sum, a mean whose samples all have a weight of 0 is 0. If that is so for all of
+        its means, it is nan, as nothing is known: such as a contrastive model's accuracy over one image."""
         factors = torch.tensor(list(self.terms.values()), device=self.sums.device)
         total = (factors * self.sums / self.totals.clamp(min=1e-6)).sum()
+        total = torch.where(self.totals.any(), total, torch.nan)
         return total.exp() if self.exponential else total
 
 

@@ -169,7 +169,8 @@ class ContrastiveText(Task):
         """`loss` in nats, and `accuracy` (1 if the image's own caption is the nearest of the batch): (B,) each.
 
         A sample whose weight is 0 is compared with none, so that it changes nothing of the others. One that is alone,
-        such as the last of a set, is always right: `compared` (B,), the weight in means over the set, is then 0.
+        such as the last of a set, is always right: `compared` (B,), the weight in means over the set, is then 0. For a
+        set of one sample, engines log nan.
         """
         similarities = self._similarities(batch)
         own = torch.arange(len(similarities), device=similarities.device)

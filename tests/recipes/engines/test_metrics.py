@@ -37,9 +37,11 @@ def test_an_exponential_is_that_of_the_whole_mean():
 
 
 def test_a_mean_without_any_weight():
-    figure = Figure({"loss": 1.0}, {"loss": "size"})
-    figure.update(PARTS[1])
-    assert figure.compute() == 0
+    """Is not known. In a sum with others that are, it is 0."""
+    figure, whole = Figure({"loss": 1.0}, {"loss": "size"}), Figure({"loss": 1.0, "other": 0.5}, {"loss": "size"})
+    for one in (figure, whole):
+        one.update(PARTS[1])
+    assert math.isnan(figure.compute()) and whole.compute() == 3
 
 
 def test_weights_of_samples_and_of_results_multiply():
