@@ -17,7 +17,7 @@ from data.encoded.manifest import Manifest
 from data.loading import Loading
 from data.system.files import atomic_folder, read_object, write_json, write_text
 from data.system.log import log
-from recipes.config.build import import_builder
+from recipes.config.build import build_on_meta, import_builder
 from recipes.config.differences import Difference, differences
 from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.config.values import ConfigError, quoted
@@ -173,7 +173,9 @@ def _gathered(recipe: Recipe) -> set[str]:
 
 def _compares_samples(recipe: Recipe) -> bool:
     """Whether the size of a microbatch is part of what the model learns, see `Task.compares_samples`."""
-    return getattr(import_builder(recipe.model), "compares_samples", False)
+    builder = import_builder(recipe.model)
+    task = builder if isinstance(builder, type) else build_on_meta(recipe.model)  # a function says nothing of its task
+    return getattr(task, "compares_samples", False)
 
 
 def _acts_on_training(recipe: Recipe, key: str) -> bool:

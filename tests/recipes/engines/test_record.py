@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from recipes.engines.composer.trainer import build_trainer
 from recipes.engines.dry_run_checks import check_on_meta
 from recipes.engines.record import ENCODED, changes_of, check_copy, check_encoders, check_record, keep_record, keep_with
 from recipes.engines.resuming import prepare_folder
+from recipes.models.contrastive.task import ContrastiveText
 from recipes.training.checkpoint_names import KINDS
 from tests.disks import small_files
 
@@ -126,6 +128,13 @@ def test_the_microbatch_of_a_model_that_compares_its_samples_may_not_change():
     )
     assert list(changes_of(before, now)) == [("training.microbatch", None, 8)]
     assert list(changes_of(before, before)) == []
+    for recipe in (before, now):
+        recipe.model = replace(recipe.model, target=f"{__name__}:by_a_function")
+    assert list(changes_of(before, now)) == [("training.microbatch", None, 8)]
+
+
+def by_a_function(**args):
+    return ContrastiveText(**args)
 
 
 @pytest.mark.parametrize(
