@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
 from data.encoded.manifest import NAME as MANIFEST
+from data.encoded.text_manifest import NAME as PACKED
 from data.system.log import log
 from data.system.threads import set_default_threads
 from precompute.config import EncodeConfig
@@ -52,6 +53,8 @@ def main(arguments: list[str]) -> int:
     if rest and Path(rest[0]).is_dir():
         folder = Path(rest[0]).absolute()
         if not (folder / MANIFEST).is_file():
+            if (folder / PACKED).is_file():
+                fail([f"{folder}: a set of packed texts; verify.py checks sets of precompute/encode.py only"])
             sets = sorted(str(file.parent) for file in folder.glob(f"*/{MANIFEST}"))
             fail([f"{folder}: not an encoded set, it has no {MANIFEST}{f'; give {sets[0]}' if sets else ''}"])
         if not (folder / CONFIG).is_file():
