@@ -46,14 +46,14 @@ from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.algorithms.sharding.shard import shard
 from recipes.algorithms.sharding.shards import own
 from recipes.config.command_line import path_of
-from recipes.engines import conversion
-from recipes.engines.checkpoint_files import first_rank_writes, whole
-from recipes.engines.deferred import Deferred
-from recipes.engines.lever_states import LEVERS, gathered, separated
+from recipes.engines.checkpoints import conversion
+from recipes.engines.checkpoints.deferred import Deferred
+from recipes.engines.checkpoints.files import first_rank_writes, whole
+from recipes.engines.checkpoints.lever_states import LEVERS, gathered, separated
+from recipes.engines.checkpoints.plain_pickles import plain_pickles
+from recipes.engines.checkpoints.save_planner import SavePlanner
+from recipes.engines.checkpoints.sharded_files import Sharded
 from recipes.engines.lightning.checkpoint_format import FORMAT
-from recipes.engines.plain_pickles import plain_pickles
-from recipes.engines.save_planner import SavePlanner
-from recipes.engines.sharded_files import Sharded
 from recipes.exporting import native
 from recipes.exporting.checkpoints import read_checkpoint
 from recipes.models.autoregressive.task import Autoregressive

@@ -252,7 +252,7 @@ def digests(out: Path) -> dict[str, str]:
     """A hash of each value in the last checkpoint of a run, of each exported file, picture and logged curve, and of all
     losses of each batch."""
     from recipes.comparison.events import read_curves
-    from recipes.engines.conversion import from_composer, read_composer
+    from recipes.engines.checkpoints.conversion import from_composer, read_composer
     from recipes.engines.lightning.checkpoint_format import read_file
     from recipes.training.checkpoint_names import newest_of_all
 

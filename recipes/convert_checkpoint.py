@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     with user_errors():
         # PyTorch takes seconds to import; --help does not wait for it.
-        from recipes.engines.conversion import convert
+        from recipes.engines.checkpoints.conversion import convert
         from recipes.training.run_lock import no_run_beside
 
         with no_run_beside(options.checkpoint):  # which takes the newest checkpoint for its own

@@ -52,7 +52,7 @@ def main() -> None:
                     # 3 s of CPU time here, and 26 s after Composer.
                     importlib.import_module("wandb")
                 trainer = importlib.import_module(f"recipes.engines.{recipe.training.engine}.trainer")
-                from recipes.engines.checkpoint_copies import copies_end
+                from recipes.engines.checkpoints.copies import copies_end
                 from recipes.training.ranks import says_that_another_ended
             catch_again()  # where the imports have set handlers of their own
             training = recipe.training

@@ -73,9 +73,9 @@ def test_files_of_weights(tmp_path, data):
 def test_bombs_in_weights_and_full_checkpoints_do_not_go_off(tmp_path):
     import torch
 
-    from recipes.engines.conversion import read_composer
+    from recipes.engines.checkpoints.conversion import read_composer
+    from recipes.engines.checkpoints.plain_pickles import load_plain
     from recipes.engines.lightning.checkpoint_format import read_file
-    from recipes.engines.plain_pickles import load_plain
     from recipes.models.weights import read_tensors
 
     path, mark = tmp_path / "ep0-ba1-rank0.pt", tmp_path / "mark"
@@ -98,7 +98,7 @@ def test_bombs_in_sharded_checkpoints_do_not_go_off(tmp_path):
     import torch
     import torch.distributed.checkpoint as dcp
 
-    from recipes.engines.conversion import read_parts
+    from recipes.engines.checkpoints.conversion import read_parts
 
     mark = tmp_path / "mark"
     state = {"weights": {"w": torch.arange(6.0), "half": torch.ones(2, dtype=torch.bfloat16)}, "counts": {"batch": 3}}
@@ -131,8 +131,8 @@ def test_a_sharded_checkpoint_of_another_model_or_larger_than_its_files(sharded)
     import torch
     import torch.distributed.checkpoint as dcp
 
-    from recipes.engines.plain_pickles import plain_pickles
-    from recipes.engines.sharded_files import Sharded
+    from recipes.engines.checkpoints.plain_pickles import plain_pickles
+    from recipes.engines.checkpoints.sharded_files import Sharded
 
     with pytest.raises(ValueError, match=r"not of this model \(Missing key .*weights.other"), plain_pickles():
         dcp.load({"weights": {"other": torch.zeros(6)}}, checkpoint_id=sharded, no_dist=True)
@@ -155,8 +155,8 @@ def test_sharded_checkpoints(sharded, tmp_path, data):
     import torch
     import torch.distributed.checkpoint as dcp
 
-    from recipes.engines.conversion import read_parts
-    from recipes.engines.plain_pickles import plain_pickles
+    from recipes.engines.checkpoints.conversion import read_parts
+    from recipes.engines.checkpoints.plain_pickles import plain_pickles
 
     folder = tmp_path / "copy"
     shutil.copytree(sharded, folder, dirs_exist_ok=True)
@@ -174,8 +174,8 @@ def test_sharded_checkpoints(sharded, tmp_path, data):
 @few
 @given(st.data())
 def test_the_newest_checkpoint_of_a_bucket(tmp_path, monkeypatch, data):
-    from recipes.engines import bucket
-    from recipes.engines.fetched_checkpoints import fetch_newest
+    from recipes.engines.checkpoints import bucket
+    from recipes.engines.checkpoints.fetched import fetch_newest
 
     good = {"checkpoint": "ep0-ba2.ckpt", "link": "latest", "kept": ["ep0-ba2.ckpt"]}
     text = data.draw(st.one_of(changed_json(good).map(json.dumps), values.map(json.dumps), st.text(max_size=20)))
@@ -204,8 +204,8 @@ def test_the_newest_checkpoint_of_a_bucket(tmp_path, monkeypatch, data):
     ("name", "text"), [("link", ".."), ("checkpoint", ".."), ("link", "ep0-ba1.ckpt"), ("link", "ep0-ba2.ckpt")]
 )
 def test_a_bucket_names_no_paths_and_no_link_in_the_place_of_a_checkpoint(tmp_path, monkeypatch, name, text):
-    from recipes.engines import bucket
-    from recipes.engines.fetched_checkpoints import fetch_newest
+    from recipes.engines.checkpoints import bucket
+    from recipes.engines.checkpoints.fetched import fetch_newest
 
     latest = {"checkpoint": "ep0-ba2.ckpt", "link": "latest", "kept": [], name: text}
 
@@ -224,8 +224,8 @@ def test_a_bucket_names_no_paths_and_no_link_in_the_place_of_a_checkpoint(tmp_pa
 
 
 def test_the_record_of_a_bucket_is_written_nowhere_else(tmp_path, monkeypatch):
-    from recipes.engines import bucket
-    from recipes.engines.fetched_checkpoints import fetch_newest
+    from recipes.engines.checkpoints import bucket
+    from recipes.engines.checkpoints.fetched import fetch_newest
 
     record = {"config.yaml": "a: 1", "../evil": "x", str(tmp_path / "evil"): "x", "other.txt": "x"}
     latest = {"checkpoint": "ep0-ba2.ckpt", "link": "latest", "kept": [], "record": record}

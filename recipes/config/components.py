@@ -98,9 +98,9 @@ COMPONENTS: dict[str, dict[str, str]] = {
         "unigram": "callbacks.unigram:Unigram",
     },
     "logger": {
-        "tensorboard": "recipes.engines.loggers:tensorboard",
-        "wandb": "recipes.engines.loggers:wandb",
-        "mlflow": "recipes.engines.loggers:mlflow",
+        "tensorboard": "recipes.engines.logs.loggers:tensorboard",
+        "wandb": "recipes.engines.logs.loggers:wandb",
+        "mlflow": "recipes.engines.logs.loggers:mlflow",
     },
 }
 

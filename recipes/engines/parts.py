@@ -34,11 +34,11 @@ from recipes.algorithms.tensor_parallel.lever import TensorParallel
 from recipes.config.build import build, build_on_meta, encoders_of, import_builder
 from recipes.config.recipe import Recipe, Training
 from recipes.engines.first_weights import new_task, started_from
-from recipes.engines.loggers import Opener
+from recipes.engines.logs.loggers import Opener
+from recipes.engines.logs.tracking import tracked_run
 from recipes.engines.precision import resolve
 from recipes.engines.record import check_encoders
 from recipes.engines.resuming import prepare_folder, start_of
-from recipes.engines.tracking import tracked_run
 from recipes.models.task import Task
 from recipes.planning.devices import Devices
 from recipes.planning.tensor_parallel import check_tensor_parallel
@@ -104,7 +104,7 @@ class Parts:
         schedule: from the clock to the learning rate's factor.
         divided: whether each rank holds a part of the model only, by `training.fsdp` or `training.tensor_parallel`.
         copies: number of ranks that compute the same samples, `training.tensor_parallel`.
-        loggers: what opens them, see `recipes.engines.loggers`.
+        loggers: what opens them, see `recipes.engines.logs.loggers`.
         microbatch: samples that a device takes at once at the start; None: its whole batch.
     """
 

@@ -28,7 +28,7 @@ from recipes.training.clock import parse_duration
 ENCODED = "encoded.json"
 VOCABULARY = "vocabulary"  # its key there
 SAMPLES = "samples"  # per epoch
-TRACKED = "tracked.txt"  # what loggers know the run by, see `recipes.engines.tracking`
+TRACKED = "tracked.txt"  # what loggers know the run by, see `recipes.engines.logs.tracking`
 RECORD = (CONFIG, ENCODED, TRACKED)  # files in the folder of a run
 RECORDS = "records"  # folder of the copies, by checkpoints
 # What may change in a run: nothing that it learns depends on it, but for the microbatch of models that compare samples.

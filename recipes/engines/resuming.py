@@ -12,12 +12,12 @@ from torch import nn
 
 from data.remote.stores import scheme_of
 from recipes.config.recipe import Checkpoints, Recipe
-from recipes.engines.bucket import Bucket
-from recipes.engines.checkpoint_files import OLD, PARTIAL, remove
-from recipes.engines.fetched_checkpoints import fetch_newest
-from recipes.engines.plain_pickles import DamagedCheckpoint
+from recipes.engines.checkpoints.bucket import Bucket
+from recipes.engines.checkpoints.fetched import fetch_newest
+from recipes.engines.checkpoints.files import OLD, PARTIAL, remove
+from recipes.engines.checkpoints.plain_pickles import DamagedCheckpoint
+from recipes.engines.checkpoints.same_model import Saved, saved_at
 from recipes.engines.record import RECORDS, check_copy, check_record, keep_with
-from recipes.engines.same_model import Saved, saved_at
 from recipes.engines.shared_folder import check_shared
 from recipes.training.checkpoint_names import KINDS, Kind, batch_of, check_engine, newest_of_all
 from recipes.training.ranks import by_first_rank

@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from recipes.engines.conversion import PREFIX
-from recipes.engines.deferred import Deferred
-from recipes.engines.legacy_checkpoints import upgraded
-from recipes.engines.lever_states import LEVERS, joined
+from recipes.engines.checkpoints.conversion import PREFIX
+from recipes.engines.checkpoints.deferred import Deferred
+from recipes.engines.checkpoints.legacy import upgraded
+from recipes.engines.checkpoints.lever_states import LEVERS, joined
+from recipes.engines.checkpoints.plain_pickles import ALLOWED, NOT_WHOLE, damaged, load_plain
+from recipes.engines.checkpoints.sharded_files import METADATA, Sharded
 from recipes.engines.lightning.checkpoint_format import FORMAT, read_file
-from recipes.engines.plain_pickles import ALLOWED, NOT_WHOLE, damaged, load_plain
-from recipes.engines.sharded_files import METADATA, Sharded
 from recipes.generation.exports import Weights
 from recipes.models.legacy_weights import separate_names
 from recipes.training.checkpoint_names import REST, last_written, resolved

@@ -16,7 +16,7 @@ from recipes.config.build import build, build_on_meta, encoders_of
 from recipes.config.recipe import Recipe, load_config
 from recipes.config.schema import Component
 from recipes.config.values import ConfigError
-from recipes.engines.deferred import Deferred
+from recipes.engines.checkpoints.deferred import Deferred
 from recipes.engines.first_weights import started_from
 from recipes.exporting.checkpoints import Checkpoint, read_checkpoint
 from recipes.generation.exports import Weights, find_network, read_record, weights_of

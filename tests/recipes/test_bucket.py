@@ -23,9 +23,9 @@ from precompute.encoding.pipeline import EncodePipeline
 from precompute.output.upload import MARKER
 from recipes.config.components import COMPONENTS
 from recipes.config.values import Component
-from recipes.engines.bucket import Bucket
-from recipes.engines.checkpoint_copies import CheckpointCopies
-from recipes.engines.fetched_checkpoints import fetch_newest
+from recipes.engines.checkpoints.bucket import Bucket
+from recipes.engines.checkpoints.copies import CheckpointCopies
+from recipes.engines.checkpoints.fetched import fetch_newest
 from recipes.training.callback import Callback
 from recipes.training.checkpoint_names import newest_of_all
 from tests.data.remote.bucket import serve

@@ -12,10 +12,11 @@ import pytest
 
 from recipes import train
 from recipes.config.recipe import to_yaml
-from recipes.engines import checkpoint_copies, fetched_checkpoints
-from recipes.engines.bucket import Bucket
-from recipes.engines.checkpoint_copies import CheckpointCopies
-from recipes.engines.conversion import from_composer, read_composer
+from recipes.engines.checkpoints import copies as checkpoint_copies
+from recipes.engines.checkpoints import fetched as fetched_checkpoints
+from recipes.engines.checkpoints.bucket import Bucket
+from recipes.engines.checkpoints.conversion import from_composer, read_composer
+from recipes.engines.checkpoints.copies import CheckpointCopies
 from recipes.engines.resuming import prepare_folder
 from recipes.training import ranks, run_lock
 from tests.data.remote.bucket import serve

@@ -10,9 +10,9 @@ from benchmarks.killing import fork
 from data.remote.stores import S3Store
 from data.system.files import point_to
 from recipes.config.recipe import to_yaml
-from recipes.engines.bucket import Bucket
-from recipes.engines.checkpoint_copies import CheckpointCopies
-from recipes.engines.fetched_checkpoints import fetch_newest
+from recipes.engines.checkpoints.bucket import Bucket
+from recipes.engines.checkpoints.copies import CheckpointCopies
+from recipes.engines.checkpoints.fetched import fetch_newest
 from recipes.engines.resuming import prepare_folder
 from recipes.training.checkpoint_names import newest_of_all
 from tests.data.remote.bucket import serve

@@ -24,8 +24,8 @@ from precompute.output.upload import MARKER, Copy
 from recipes.config.components import COMPONENTS
 from recipes.config.recipe import to_yaml
 from recipes.config.values import Component
-from recipes.engines.bucket import Bucket
-from recipes.engines.fetched_checkpoints import fetch_newest
+from recipes.engines.checkpoints.bucket import Bucket
+from recipes.engines.checkpoints.fetched import fetch_newest
 from recipes.training.checkpoint_names import newest_of_all
 from tests.ranks import ROOT, launch
 from tests.recipes import stores_here
@@ -208,7 +208,7 @@ def test_a_run_that_is_killed_within_a_file_leaves_the_checkpoint_before(store, 
     (tmp_path / "push.py").write_text(
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
         "from pathlib import Path\n"
-        "from recipes.engines.bucket import Bucket\n"
+        "from recipes.engines.checkpoints.bucket import Bucket\n"
         f"Bucket({copies.address!r}).push(Path({str(checkpoints / 'ep0-ba4.ckpt')!r}), 'latest', keep=1, record={{}})\n"
     )
     killed("ep0-ba4.ckpt", 2, tmp_path / "push.py")

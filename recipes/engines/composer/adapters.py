@@ -8,12 +8,12 @@ from composer import Callback as ComposerCallback
 from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 
+from recipes.engines.checkpoints.lazy import copied
+from recipes.engines.checkpoints.lever_states import joined
+from recipes.engines.checkpoints.plain_pickles import loadable
 from recipes.engines.composer.callback_states import packed, unpacked
 from recipes.engines.composer.load_planner import LoadPlanner
 from recipes.engines.composer.run import ComposerRun
-from recipes.engines.lazy import copied
-from recipes.engines.lever_states import joined
-from recipes.engines.plain_pickles import loadable
 from recipes.training.callback import Callback
 from recipes.training.hooks import Hooks
 from recipes.training.lever import Lever

@@ -16,11 +16,11 @@ from composer.utils import reproducibility
 
 from data.system.log import log
 from recipes.config.recipe import Checkpoints
-from recipes.engines.checkpoint_files import CheckpointFiles, end_if_asked, first_rank_writes, whole
+from recipes.engines.checkpoints.early_save import EarlySave
+from recipes.engines.checkpoints.files import CheckpointFiles, end_if_asked, first_rank_writes, whole
+from recipes.engines.checkpoints.lever_states import LEVERS, gathered, separated
+from recipes.engines.checkpoints.save_planner import SavePlanner
 from recipes.engines.composer.run import ComposerRun
-from recipes.engines.early_save import EarlySave
-from recipes.engines.lever_states import LEVERS, gathered, separated
-from recipes.engines.save_planner import SavePlanner
 from recipes.training.callback import Callback
 from recipes.training.checkpoint_names import KINDS
 from recipes.training.finite import is_worth_keeping

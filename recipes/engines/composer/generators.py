@@ -8,7 +8,7 @@ import numpy as np
 from composer import Callback, Logger, State
 from composer.utils import dist, reproducibility
 
-from recipes.engines.lazy import copied
+from recipes.engines.checkpoints.lazy import copied
 from recipes.training.ranks import rank, world_size
 
 

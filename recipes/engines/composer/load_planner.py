@@ -18,9 +18,9 @@ from torch.distributed.checkpoint import LoadPlan
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from recipes.engines.checkpoints.lever_states import LEVERS, State, forms
+from recipes.engines.checkpoints.own_load_plan import OwnLoadPlan
 from recipes.engines.composer.generators import Generators
-from recipes.engines.lever_states import LEVERS, State, forms
-from recipes.engines.own_load_plan import OwnLoadPlan
 from recipes.training.ranks import rank
 
 CALLBACKS = ("state", "callbacks")

@@ -7,7 +7,7 @@ from typing import Any
 from composer.core import State
 from composer.loggers import Logger, LoggerDestination
 
-from recipes.engines.loggers import RunLoggers
+from recipes.engines.logs.loggers import RunLoggers
 from recipes.training import stop
 
 

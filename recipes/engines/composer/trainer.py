@@ -25,7 +25,13 @@ from data.remote.stores import scheme_of
 from data.system.log import log
 from recipes.config.recipe import Recipe
 from recipes.config.values import plain_values
-from recipes.engines.checkpoint_files import CheckpointFiles
+from recipes.engines.checkpoints.conversion import OF_COMPOSER
+from recipes.engines.checkpoints.fetched import fetched
+from recipes.engines.checkpoints.files import CheckpointFiles
+from recipes.engines.checkpoints.lazy import copy_moments
+from recipes.engines.checkpoints.legacy import upgraded
+from recipes.engines.checkpoints.plain_pickles import load_plain, plain_pickles
+from recipes.engines.checkpoints.same_model import saved_in
 from recipes.engines.composer.adapters import RunLevers, as_algorithms, callbacks_of, run_callback
 from recipes.engines.composer.checkpoints import EndIfAsked, SaveEarly, WholeCheckpoints
 from recipes.engines.composer.generators import Generators
@@ -34,18 +40,12 @@ from recipes.engines.composer.load_planner import LoadPlanner, Sharded
 from recipes.engines.composer.loggers import Destination
 from recipes.engines.composer.model import ComposerTask
 from recipes.engines.composer.run import ComposerRun, clock_of
-from recipes.engines.conversion import OF_COMPOSER
 from recipes.engines.counts import Counts, in_present_batches
 from recipes.engines.data_parallel import data_parallel
-from recipes.engines.fetched_checkpoints import fetched
-from recipes.engines.lazy import copy_moments
-from recipes.engines.legacy_checkpoints import upgraded
-from recipes.engines.loggers import RunLoggers
+from recipes.engines.logs.loggers import RunLoggers
 from recipes.engines.parts import Parts, Place, build_parts
-from recipes.engines.plain_pickles import load_plain, plain_pickles
 from recipes.engines.record import keep_record
 from recipes.engines.resuming import check_form, saved_for, says_what_to_remove, start_of
-from recipes.engines.same_model import saved_in
 from recipes.planning.run_summary import opening
 from recipes.training.callback import is_complete
 from recipes.training.checkpoint_names import KINDS, has_checkpoints
@@ -146,7 +146,7 @@ def own_unpickling(task: torch.nn.Module, optimizer: torch.optim.Optimizer) -> I
     """A context in which Composer's Trainer loads no code from checkpoints, and full ones lazily, of this task and
     optimizer alone.
 
-    See `recipes.engines.plain_pickles`, `recipes.engines.lazy` and `recipes.engines.same_model`.
+    See `plain_pickles`, `lazy` and `same_model` in `recipes.engines.checkpoints`.
     """
     theirs = composer_checkpoint._torch_load_with_validation
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from recipes.engines.plain_pickles import load_plain
+from recipes.engines.checkpoints.plain_pickles import load_plain
 
 FORMAT = 1
 

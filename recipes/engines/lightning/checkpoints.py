@@ -24,22 +24,22 @@ from torch.distributed.checkpoint.state_dict import (
 from data.remote.stores import STORES, scheme_of
 from data.system.log import log
 from recipes.config.recipe import Recipe
-from recipes.engines.checkpoint_files import CheckpointFiles, first_rank_writes, whole
+from recipes.engines.checkpoints.early_save import EarlySave
+from recipes.engines.checkpoints.fetched import fetched
+from recipes.engines.checkpoints.files import CheckpointFiles, first_rank_writes, whole
+from recipes.engines.checkpoints.lazy import copied, copy_moments
+from recipes.engines.checkpoints.legacy import upgraded
+from recipes.engines.checkpoints.lever_states import LEVERS, forms, gathered, joined, separated
+from recipes.engines.checkpoints.own_load_plan import OwnLoadPlan
+from recipes.engines.checkpoints.plain_pickles import loadable, plain_pickles
+from recipes.engines.checkpoints.save_planner import SavePlanner
 from recipes.engines.counts import Counts
-from recipes.engines.early_save import EarlySave
-from recipes.engines.fetched_checkpoints import fetched
 from recipes.engines.generators import generator_states
-from recipes.engines.lazy import copied, copy_moments
-from recipes.engines.legacy_checkpoints import upgraded
-from recipes.engines.lever_states import LEVERS, forms, gathered, joined, separated
 from recipes.engines.lightning.checkpoint_format import FORMAT, read_file
 from recipes.engines.lightning.data import RunBatches
 from recipes.engines.lightning.run import LightningRun
-from recipes.engines.own_load_plan import OwnLoadPlan
 from recipes.engines.parts import Parts
-from recipes.engines.plain_pickles import loadable, plain_pickles
 from recipes.engines.resuming import saved_for, says_what_to_remove, start_of
-from recipes.engines.save_planner import SavePlanner
 from recipes.training.checkpoint_names import KINDS, REST
 from recipes.training.clock import CheckpointInterval
 from recipes.training.finite import is_worth_keeping

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
 from recipes.engines.counts import Counts
-from recipes.engines.loggers import RunLoggers
+from recipes.engines.logs.loggers import RunLoggers
 from recipes.engines.precision import autocast, gradient_scaler
 from recipes.training.clock import Clock
 from recipes.training.microbatches import split, with_batch_means

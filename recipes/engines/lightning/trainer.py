@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from data.system.log import log
 from recipes.config.recipe import Recipe
 from recipes.config.values import plain_values
-from recipes.engines.checkpoint_files import end_if_asked
+from recipes.engines.checkpoints.files import end_if_asked
 from recipes.engines.counts import epoch_batches, in_present_batches
 from recipes.engines.generators import restore_generators, seed_all
 from recipes.engines.lightning.checkpoints import Checkpoints
@@ -24,7 +24,7 @@ from recipes.engines.lightning.module import TaskModule
 from recipes.engines.lightning.processes import local_rank, local_world_size, start_process_group
 from recipes.engines.lightning.run import LightningRun
 from recipes.engines.lightning.strategies import strategy_of
-from recipes.engines.loggers import RunLoggers
+from recipes.engines.logs.loggers import RunLoggers
 from recipes.engines.parts import Parts, Place, build_parts
 from recipes.engines.precision import allow_tf32
 from recipes.engines.record import keep_record

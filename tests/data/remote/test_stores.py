@@ -18,8 +18,8 @@ from data.remote.stores import AzureStore, GoogleKeysStore, GoogleStore, S3Store
 from data.sources.tars import TarSource
 from data.system.errors import Outage
 from precompute.output.upload import Copy
-from recipes.engines.bucket import Bucket
-from recipes.engines.fetched_checkpoints import fetch_newest
+from recipes.engines.checkpoints.bucket import Bucket
+from recipes.engines.checkpoints.fetched import fetch_newest
 
 AZURE = "azure://pictures.blob.core.windows.net/sets"
 

@@ -23,7 +23,7 @@ from data.system.arrays import read_matrix
 from data.system.memory import MEMORY, limit
 from recipes.comparison.pictures import WHOLE, read_pictures
 from recipes.config.command_line import user_errors
-from recipes.engines.plain_pickles import damaged, load_plain
+from recipes.engines.checkpoints.plain_pickles import damaged, load_plain
 from recipes.models.config_files import build_from
 from recipes.models.weights import read_tensors
 

@@ -39,7 +39,7 @@ def test_what_the_user_set_stays(monkeypatch):
 OTHERS = {
     "recipes/compare.py",
     "recipes/doctor.py",
-    "recipes/engines/copy_process.py",
+    "recipes/engines/checkpoints/copy_process.py",
     "precompute/pack.py",
     "precompute/output/upload_process.py",
     "precompute/vocabulary.py",

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from recipes.algorithms.sharding.fsdp import Sharding
-from recipes.engines.checkpoint_files import CheckpointFiles
+from recipes.engines.checkpoints.files import CheckpointFiles
 from recipes.engines.composer.adapters import as_algorithms
 from recipes.engines.composer.checkpoints import WholeCheckpoints
 from recipes.engines.composer.load_planner import LoadPlanner, Sharded

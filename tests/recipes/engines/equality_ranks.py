@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from recipes.config.recipe import FSDP, Recipe, load_config
-from recipes.engines.conversion import convert
+from recipes.engines.checkpoints.conversion import convert
 from recipes.training.checkpoint_names import KINDS
 from recipes.training.ranks import from_first_rank, is_first_rank
 from tests.recipes.engines.recording import Recorder, differences, record

@@ -30,7 +30,7 @@ from benchmarks.killing import fork, killed_jobs
 from recipes.algorithms.resilience.guard import Guard
 from recipes.algorithms.sharding.shards import own
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
-from recipes.engines import checkpoint_files
+from recipes.engines.checkpoints import files as checkpoint_files
 from recipes.train import main
 from recipes.training import ranks
 from tests.ranks import free_port

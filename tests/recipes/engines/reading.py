@@ -2,7 +2,7 @@
 
 import weakref
 
-from recipes.engines.sharded_files import Sharded
+from recipes.engines.checkpoints.sharded_files import Sharded
 
 
 def memory_of_tensors(patch):

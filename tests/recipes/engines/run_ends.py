@@ -22,9 +22,9 @@ import lightning.pytorch  # noqa: F401
 
 from benchmarks.killing import fork
 from recipes.config.recipe import Recipe, load_config
-from recipes.engines.checkpoint_files import CheckpointFiles
+from recipes.engines.checkpoints.files import CheckpointFiles
 from recipes.engines.lightning.checkpoints import Checkpoints
-from recipes.engines.wandb_writer import WandBWriter
+from recipes.engines.logs.wandb_writer import WandBWriter
 from recipes.training import stop
 from recipes.training.callback import Callback
 

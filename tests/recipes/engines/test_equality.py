@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from recipes.config.recipe import to_yaml
-from recipes.engines.conversion import convert
+from recipes.engines.checkpoints.conversion import convert
 from recipes.training.callback import Callback
 from recipes.training.checkpoint_names import KINDS
 from tests.ranks import launch

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from recipes.config.recipe import to_yaml
-from recipes.engines.conversion import from_composer, read_composer
+from recipes.engines.checkpoints.conversion import from_composer, read_composer
 from recipes.engines.lightning.checkpoint_format import read_file
 from tests.ranks import launch
 from tests.recipes.engines.killed_worlds import FULL, SIGNALS, WORLDS

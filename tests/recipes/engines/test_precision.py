@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from recipes.engines import precision as precision_module
-from recipes.engines.conversion import convert
+from recipes.engines.checkpoints.conversion import convert
 from recipes.engines.lightning.run import LightningRun
 from recipes.engines.parts import Place
 from recipes.engines.precision import autocast, gradient_scaler, resolve

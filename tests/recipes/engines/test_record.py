@@ -11,8 +11,9 @@ import yaml
 
 from data.encoded.manifest import Manifest
 from recipes.config.recipe import Recipe, load_config, to_yaml
-from recipes.engines import checkpoint_files, dry_run_checks
-from recipes.engines.checkpoint_files import CheckpointFiles
+from recipes.engines import dry_run_checks
+from recipes.engines.checkpoints import files as checkpoint_files
+from recipes.engines.checkpoints.files import CheckpointFiles
 from recipes.engines.composer.trainer import build_trainer
 from recipes.engines.dry_run_checks import check_on_meta
 from recipes.engines.record import ENCODED, changes_of, check_copy, check_encoders, check_record, keep_record, keep_with

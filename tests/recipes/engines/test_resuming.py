@@ -12,11 +12,11 @@ import torch
 
 from data.system.files import atomic_write
 from recipes.config.recipe import FSDP
+from recipes.engines.checkpoints.plain_pickles import load_plain, plain_metadata
+from recipes.engines.checkpoints.same_model import Saved, saved_at
+from recipes.engines.checkpoints.sharded_files import Sharded
 from recipes.engines.dry_run_checks import check_on_meta
-from recipes.engines.plain_pickles import load_plain, plain_metadata
 from recipes.engines.resuming import prepare_folder, remove_halves, says_what_to_remove
-from recipes.engines.same_model import Saved, saved_at
-from recipes.engines.sharded_files import Sharded
 from recipes.exporting.checkpoints import read_checkpoint
 from recipes.training.checkpoint_names import KINDS, check_engine, last_written, newest_of_all
 from tests.recipes.engines.lightning.test_checkpoints import new_checkpoints, save_at

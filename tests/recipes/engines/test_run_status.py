@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from recipes.config.recipe import to_yaml
-from recipes.engines.loggers import RunLoggers
-from recipes.engines.wandb_writer import WandBWriter
+from recipes.engines.logs.loggers import RunLoggers
+from recipes.engines.logs.wandb_writer import WandBWriter
 from recipes.training import stop
 from tests.ranks import launch
 from tests.recipes.engines.run_ends import Tracker, fail

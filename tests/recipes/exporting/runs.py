@@ -7,7 +7,7 @@ import torch.distributed.checkpoint as dcp
 
 from recipes.config.build import build
 from recipes.config.recipe import to_yaml
-from recipes.engines.conversion import to_composer
+from recipes.engines.checkpoints.conversion import to_composer
 from recipes.engines.lightning.checkpoint_format import FORMAT
 from recipes.training.checkpoint_names import KINDS, REST
 

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 
 import callbacks.export
 from recipes.config.recipe import Recipe, load_config, to_yaml
-from recipes.engines.conversion import convert
+from recipes.engines.checkpoints.conversion import convert
+from recipes.engines.checkpoints.sharded_files import Sharded
 from recipes.engines.lightning.checkpoint_format import read_file
-from recipes.engines.sharded_files import Sharded
 from recipes.export import main
 from recipes.exporting import write
 from recipes.exporting.checkpoints import find_checkpoint, read_checkpoint

@@ -5,8 +5,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from recipes.engines.conversion import convert
-from recipes.engines.deferred import Deferred
+from recipes.engines.checkpoints.conversion import convert
+from recipes.engines.checkpoints.deferred import Deferred
 from recipes.export import main
 from recipes.models.network_folder import TransformerTask
 from tests.disks import small_files

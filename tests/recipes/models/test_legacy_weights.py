@@ -3,7 +3,7 @@
 import torch
 from safetensors.torch import load_file, save_file
 
-from recipes.engines.legacy_checkpoints import upgraded
+from recipes.engines.checkpoints.legacy import upgraded
 from recipes.models.autoregressive.task import Autoregressive, load_transformer
 from tests.recipes.engines.stacked import stacked
 

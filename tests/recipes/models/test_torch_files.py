@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import metadata as metadata_format
 
-from recipes.engines import plain_pickles as plain
-from recipes.engines.plain_pickles import load_plain, plain_metadata, plain_pickles
-from recipes.engines.sharded_files import Sharded
+from recipes.engines.checkpoints import plain_pickles as plain
+from recipes.engines.checkpoints.plain_pickles import load_plain, plain_metadata, plain_pickles
+from recipes.engines.checkpoints.sharded_files import Sharded
 from recipes.models import torch_files
 from recipes.models.weights import read_tensors
 from tests.fuzzing import changed_bytes, few, reads_or_refuses

@@ -22,13 +22,16 @@ from data.loading import Loading
 from data.sources.base import Sample
 from data.system.errors import Outage
 from data.system.files import write_text
-from recipes.engines import checkpoint_copies, checkpoint_files, fetched_checkpoints, resuming, shared_folder
-from recipes.engines.checkpoint_files import CheckpointFiles
-from recipes.engines.fetched_checkpoints import fetched
+from recipes.engines import resuming, shared_folder
+from recipes.engines.checkpoints import copies as checkpoint_copies
+from recipes.engines.checkpoints import fetched as fetched_checkpoints
+from recipes.engines.checkpoints import files as checkpoint_files
+from recipes.engines.checkpoints.fetched import fetched
+from recipes.engines.checkpoints.files import CheckpointFiles
+from recipes.engines.checkpoints.own_load_plan import OwnLoadPlan
+from recipes.engines.checkpoints.save_planner import SavePlanner
 from recipes.engines.generators import generator_states, restore_generators, seed_all
-from recipes.engines.own_load_plan import OwnLoadPlan
 from recipes.engines.resuming import prepare_folder
-from recipes.engines.save_planner import SavePlanner
 from recipes.models.task import Task
 from recipes.scoring.extractors import Features
 from recipes.training import ranks

@@ -15,7 +15,7 @@ from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.algorithms.sharding.shard import divide_by_ranks_on_cpu
 from recipes.algorithms.sharding.shards import own
 from recipes.algorithms.sharding.shards import whole as whole_of
-from recipes.engines.sharded_files import Sharded
+from recipes.engines.checkpoints.sharded_files import Sharded
 
 KEEP = 0.8
 # Batches after which Composer saves: before the average begins, at its beginning, later, and at the end.

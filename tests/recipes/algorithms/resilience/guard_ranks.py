@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from recipes.algorithms.resilience import guard as guard_module
 from recipes.algorithms.resilience.guard import Guard, block_norms
-from recipes.engines.checkpoint_files import whole
+from recipes.engines.checkpoints.files import whole
 from recipes.training import stop
 from recipes.training.finite import has_finite_weights
 from recipes.training.levers import Levers

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from recipes.config.recipe import Recipe, load_config
-from recipes.engines.conversion import convert, from_composer, read_composer
+from recipes.engines.checkpoints.conversion import convert, from_composer, read_composer
 from recipes.models.autoregressive.task import load_transformer
 from recipes.models.latent_diffusion.dit import DiT
 from recipes.training.checkpoint_names import REST

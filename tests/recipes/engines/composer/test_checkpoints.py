@@ -6,7 +6,7 @@ import pytest
 import torch
 from composer.core import Timestamp
 
-from recipes.engines.checkpoint_files import CheckpointFiles
+from recipes.engines.checkpoints.files import CheckpointFiles
 from recipes.engines.composer import checkpoints
 from recipes.engines.composer.checkpoints import EndIfAsked, WholeCheckpoints
 from recipes.training.checkpoint_names import KINDS

@@ -8,9 +8,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
+from recipes.engines.checkpoints.save_planner import SavePlanner
 from recipes.engines.composer.generators import Generators
 from recipes.engines.composer.load_planner import LoadPlanner
-from recipes.engines.save_planner import SavePlanner
 
 
 def draw():

@@ -14,16 +14,16 @@ from torch import nn
 from recipes.config.recipe import FSDP
 from recipes.config.recipe import Checkpoints as Settings
 from recipes.engines import generators
+from recipes.engines.checkpoints.conversion import convert, from_composer, to_composer
+from recipes.engines.checkpoints.plain_pickles import loadable
 from recipes.engines.composer.adapters import as_algorithms
-from recipes.engines.conversion import convert, from_composer, to_composer
 from recipes.engines.counts import Counts
 from recipes.engines.generators import generator_states, restore_generators, seed_all
 from recipes.engines.lightning.checkpoint_format import read_file
 from recipes.engines.lightning.checkpoints import Checkpoints
 from recipes.engines.lightning.run import LightningRun
 from recipes.engines.lightning.trainer import restore_saved
-from recipes.engines.loggers import RunLoggers
-from recipes.engines.plain_pickles import loadable
+from recipes.engines.logs.loggers import RunLoggers
 from recipes.training.lever import Lever
 from recipes.training.levers import Levers
 

@@ -7,7 +7,7 @@ from data.loading import Loading
 from recipes.engines.counts import Counts, epoch_batches
 from recipes.engines.lightning.data import EvalBatches, RunBatches
 from recipes.engines.lightning.run import LightningRun
-from recipes.engines.loggers import RunLoggers
+from recipes.engines.logs.loggers import RunLoggers
 from recipes.training.microbatches import split
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from data.loading import WEIGHT
 from data.tokenizers.clip_library import open_clip
 from recipes.encoders.text import open_clip_text
-from recipes.engines.legacy_checkpoints import upgraded
+from recipes.engines.checkpoints.legacy import upgraded
 from recipes.engines.metrics import figures_of
 from recipes.models.contrastive.task import CONFIG, WEIGHTS, ContrastiveText, LogitScale
 from recipes.models.kl_autoencoder.task import to_signed

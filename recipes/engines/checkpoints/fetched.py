@@ -7,7 +7,7 @@ from pathlib import Path
 
 from data.system.files import point_to, write_text
 from data.system.log import log
-from recipes.engines.bucket import Bucket
+from recipes.engines.checkpoints.bucket import Bucket
 from recipes.engines.record import RECORD, keep_texts
 from recipes.training.checkpoint_names import batch_of, newest_of_all
 from recipes.training.ranks import by_first_rank

@@ -15,10 +15,10 @@ import numpy as np
 
 from data.ranges import check_least
 from data.system.files import atomic_write
-from recipes.engines.mlflow_writer import MLflowWriter
-from recipes.engines.tensorboard_files import TensorBoardWriter
-from recipes.engines.tracking import mlflow_run
-from recipes.engines.wandb_writer import WandBWriter
+from recipes.engines.logs.mlflow_writer import MLflowWriter
+from recipes.engines.logs.tensorboard_files import TensorBoardWriter
+from recipes.engines.logs.tracking import mlflow_run
+from recipes.engines.logs.wandb_writer import WandBWriter
 from recipes.training import stop
 from recipes.training.ranks import by_first_rank, is_first_rank
 

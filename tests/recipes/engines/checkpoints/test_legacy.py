@@ -5,10 +5,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from recipes.convert_checkpoint import main
-from recipes.engines.conversion import convert, from_composer, read_composer
+from recipes.engines.checkpoints.conversion import convert, from_composer, read_composer
+from recipes.engines.checkpoints.plain_pickles import plain_pickles
+from recipes.engines.checkpoints.sharded_files import Sharded
 from recipes.engines.lightning.checkpoint_format import read_file
-from recipes.engines.plain_pickles import plain_pickles
-from recipes.engines.sharded_files import Sharded
 from recipes.exporting.checkpoints import read_checkpoint
 from tests.recipes.engines.stacked import stacked
 from tests.recipes.exporting.runs import a_run

@@ -30,7 +30,7 @@ from torch.torch_version import TorchVersion
 
 from data.system.errors import first_line, one_line
 from data.system.memory import NotEnoughMemory, memory_to_read
-from recipes.engines.legacy_checkpoints import check_names
+from recipes.engines.checkpoints.legacy import check_names
 from recipes.models import torch_files
 
 ALLOWED = [

@@ -6,10 +6,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from recipes.convert_checkpoint import main
-from recipes.engines import conversion
-from recipes.engines.conversion import convert
-from recipes.engines.deferred import Deferred
-from recipes.engines.sharded_files import Sharded
+from recipes.engines.checkpoints import conversion
+from recipes.engines.checkpoints.conversion import convert
+from recipes.engines.checkpoints.deferred import Deferred
+from recipes.engines.checkpoints.sharded_files import Sharded
 from tests.disks import small_files
 from tests.recipes.engines.reading import memory_of_tensors
 from tests.recipes.engines.stacked import stacked

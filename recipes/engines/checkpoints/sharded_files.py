@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from data.system.disk_errors import about
-from recipes.engines.deferred import Deferred
-from recipes.engines.plain_pickles import damaged, plain_metadata
+from recipes.engines.checkpoints.deferred import Deferred
+from recipes.engines.checkpoints.plain_pickles import damaged, plain_metadata
 from recipes.models import torch_files
 
 METADATA = ".metadata"

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from data.system.disk_errors import ADVICE, disk_error
 from data.system.files import point_to, to_disk
 from data.system.log import log
-from recipes.engines.checkpoint_copies import CheckpointCopies
-from recipes.engines.loggers import RunLoggers
+from recipes.engines.checkpoints.copies import CheckpointCopies
+from recipes.engines.logs.loggers import RunLoggers
 from recipes.engines.record import keep_with, record_with
 from recipes.training import stop
 from recipes.training.checkpoint_names import Kind, batch_of

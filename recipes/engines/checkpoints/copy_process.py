@@ -1,15 +1,15 @@
-"""The process that copies checkpoints to a bucket while its parent trains; see `recipes.engines.checkpoint_copies`."""
+"""The process that copies checkpoints to a bucket while its parent trains; see `recipes.engines.checkpoints.copies`."""
 
 import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 # This script's folder must not stay on the import path: its files would hide other packages' modules.
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
 from data.system.helper_process import serve
-from recipes.engines.bucket import Bucket
+from recipes.engines.checkpoints.bucket import Bucket
 
 
 def push(task: dict[str, Any]) -> None:

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.engines.conversion import convert, to_composer
-from recipes.engines.same_model import saved_at
+from recipes.engines.checkpoints.conversion import convert, to_composer
+from recipes.engines.checkpoints.same_model import saved_at
 from recipes.exporting.checkpoints import read_checkpoint
 from tests.fuzzing import few, reads_or_refuses, values
 

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from recipes.algorithms.sharding.shards import as_shard, own
-from recipes.engines.lever_states import LEVERS, forms, gathered, joined, separated
+from recipes.engines.checkpoints.lever_states import LEVERS, forms, gathered, joined, separated
 
 
 def sharded_network(width=4):

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from data.system.disk_errors import disk_error
-from recipes.engines import loggers, tracking
+from recipes.engines.logs import loggers, tracking
+from recipes.engines.logs.tracking import AT_ONCE, TAG, flat, log_parameters, mlflow_run, tracked_run
 from recipes.engines.parts import context_of
 from recipes.engines.record import TRACKED
 from recipes.engines.resuming import prepare_folder
-from recipes.engines.tracking import AT_ONCE, TAG, flat, log_parameters, mlflow_run, tracked_run
 from tests.disks import small_files
 
 MLFLOW = "loggers={mlflow: {name: mlflow, experiment: test}}"

@@ -16,8 +16,8 @@ from recipes.config.components import COMPONENTS
 from recipes.config.schema import Component
 from recipes.engines.composer.loggers import Destination
 from recipes.engines.composer.model import ComposerTask
-from recipes.engines.loggers import RunLoggers
-from recipes.engines.wandb_writer import WandBWriter
+from recipes.engines.logs.loggers import RunLoggers
+from recipes.engines.logs.wandb_writer import WandBWriter
 from recipes.models.task import Task
 
 

@@ -4,7 +4,7 @@ import logging
 
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from recipes.engines.tensorboard_files import TensorBoardWriter
+from recipes.engines.logs.tensorboard_files import TensorBoardWriter
 from tests.disks import small_files
 
 

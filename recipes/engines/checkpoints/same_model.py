@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import nn
 
-from recipes.engines.conversion import PREFIX
-from recipes.engines.legacy_checkpoints import check_names, upgraded
+from recipes.engines.checkpoints.conversion import PREFIX
+from recipes.engines.checkpoints.legacy import check_names, upgraded
+from recipes.engines.checkpoints.plain_pickles import NOT_WHOLE, damaged, load_plain, plain_metadata
+from recipes.engines.checkpoints.sharded_files import METADATA
 from recipes.engines.lightning.checkpoint_format import read_file
-from recipes.engines.plain_pickles import NOT_WHOLE, damaged, load_plain, plain_metadata
-from recipes.engines.sharded_files import METADATA
 from recipes.training.checkpoint_names import REST
 
 # Where they are in a checkpoint: weights by engine, and Composer's optimizers, by their classes.

@@ -11,9 +11,9 @@ from torch.distributed.checkpoint.api import CheckpointException, _wrap_exceptio
 
 from recipes.comparison.events import read_curves
 from recipes.config.recipe import FSDP
-from recipes.engines import checkpoint_files
-from recipes.engines.checkpoint_files import CheckpointFiles, end_if_asked, whole
-from recipes.engines.loggers import RunLoggers, tensorboard
+from recipes.engines.checkpoints import files as checkpoint_files
+from recipes.engines.checkpoints.files import CheckpointFiles, end_if_asked, whole
+from recipes.engines.logs.loggers import RunLoggers, tensorboard
 from recipes.engines.resuming import remove_halves
 from recipes.training.checkpoint_names import KINDS, newest_of_all, newest_of_each
 from recipes.training.clock import Clock

@@ -11,7 +11,7 @@ from typing import Any
 from data.system.errors import Outage, one_line
 from data.system.helper_process import HelperProcess
 from data.system.log import log
-from recipes.engines.bucket import Bucket
+from recipes.engines.checkpoints.bucket import Bucket
 from recipes.engines.record import RECORD, record_with
 from recipes.training.checkpoint_names import batch_of
 

@@ -14,7 +14,7 @@ import numpy as np
 from data.remote.downloads import shown, without_logins
 from data.system.errors import one_line
 from data.system.log import log
-from recipes.engines.tracking import ask_once, log_parameters, refused
+from recipes.engines.logs.tracking import ask_once, log_parameters, refused
 
 if TYPE_CHECKING:  # the import takes seconds, and few runs need it
     from mlflow.entities import Metric

@@ -2,7 +2,7 @@
 
 Both hold the same things under other names; `recipes.engines.lightning.checkpoint_format` lists them. Composer's hold
 NumPy's arrays and Python's durations besides tensors. They are read with the few types that such a file needs, and
-nothing else in it is ever called (`recipes.engines.plain_pickles`, `recipes.engines.sharded_files`).
+nothing else in it is ever called (`plain_pickles` and `sharded_files`, beside this file).
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 
 from data.system.files import atomic_write, point_to
 from data.system.freed_memory import give_back_from_now_on
+from recipes.engines.checkpoints.deferred import Deferred
+from recipes.engines.checkpoints.legacy import upgraded
+from recipes.engines.checkpoints.lever_states import LEVERS, joined
+from recipes.engines.checkpoints.plain_pickles import ALLOWED, NOT_WHOLE, damaged, load_plain
+from recipes.engines.checkpoints.sharded_files import Sharded
 from recipes.engines.composer.callback_states import packed, unpacked
 from recipes.engines.counts import Counts
-from recipes.engines.deferred import Deferred
 from recipes.engines.generators import with_arrays, with_tensors
-from recipes.engines.legacy_checkpoints import upgraded
-from recipes.engines.lever_states import LEVERS, joined
 from recipes.engines.lightning.checkpoint_format import FORMAT, read_file
-from recipes.engines.plain_pickles import ALLOWED, NOT_WHOLE, damaged, load_plain
-from recipes.engines.sharded_files import Sharded
 from recipes.models.legacy_weights import separate_names
 from recipes.training.checkpoint_names import KINDS, REST, newest_of_all, resolved
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from recipes.engines import early_save
-from recipes.engines.early_save import EarlySave
+from recipes.engines.checkpoints import early_save
+from recipes.engines.checkpoints.early_save import EarlySave
 from recipes.training.callback import Callback
 from recipes.training.checkpoint_names import KINDS
 from tests.recipes.engines.recording import Recorder, assert_bit_equal, record

@@ -5,8 +5,8 @@ import importlib
 import numpy as np
 import pytest
 
-from recipes.engines import mlflow_writer
-from recipes.engines.mlflow_writer import AT_ONCE, MLflowWriter
+from recipes.engines.logs import mlflow_writer
+from recipes.engines.logs.mlflow_writer import AT_ONCE, MLflowWriter
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from recipes.engines.checkpoint_files import CheckpointFiles
+from recipes.engines.checkpoints.files import CheckpointFiles
 from recipes.engines.generators import own_generators
 from recipes.training.callback import Callback
 from recipes.training.clock import CheckpointInterval

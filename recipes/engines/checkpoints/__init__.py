@@ -1,0 +1,1 @@
+"""Checkpoints of both engines: written, copied to a bucket, read without running code, and converted."""

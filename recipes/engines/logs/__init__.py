@@ -1,0 +1,1 @@
+"""Where figures and images go: TensorBoard, W&B and MLflow."""
