@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 
 import torch
@@ -31,6 +32,8 @@ def test_windows_are_of_whole_steps_after_the_warm_up(monkeypatch):
 def test_tensors_that_stand_for_others_have_no_memory():
     """The compiler leaves such tensors behind in a process that has compiled."""
     stand_in = torch._to_functional_tensor(torch.zeros(2))
+    while gc.collect():  # what earlier tests left may only be free after several passes
+        pass
     before = live_bytes()
     held = torch.zeros(1000, dtype=torch.int32)
     assert live_bytes() - before == 4000
