@@ -310,11 +310,14 @@ class Recipe:
         )
         self.output = os.path.expanduser(self.output or f"runs/{self.run_name}")
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether there is a checkpoint in the run's folder to resume from, or may be one in its bucket. A run that
-        resumes does not read `checkpoints.load_weights`."""
-        there = self.checkpoints.bucket is not None or any(Path(self.output, "checkpoints").glob("ep*-ba*"))
+    def goes_on(self, maybe: bool = False) -> bool:
+        """Whether there is a checkpoint in the run's folder to resume from. A run that resumes does not read
+        `checkpoints.load_weights`.
+
+        Args:
+            maybe: whether a bucket counts, too, which is asked only when the run starts.
+        """
+        there = (maybe and self.checkpoints.bucket is not None) or any(Path(self.output, "checkpoints").glob("ep*-ba*"))
         return self.checkpoints.resumes and there
 
 
@@ -343,7 +346,7 @@ def load_config(path: str | Path, overrides: list[str], cls: type[Config], missi
     checker = Checker(all_components())
     config = checker.section(cls, values, "")
     absent = checker.missing
-    if isinstance(config, Recipe) and config.goes_on:
+    if isinstance(config, Recipe) and config.goes_on(maybe=missing is None):
         absent = [line for line in absent if not line.startswith("checkpoints.load_weights: ")]
     errors = checker.errors + (absent if missing is None else [])
     if errors:

@@ -62,7 +62,10 @@ def load_first_weights(recipe: Recipe, task: Task) -> None:
         FileNotFoundError, ValueError: see `Task.load_export`. Where the folder says that its weights are of another
             kind of model, the message does, too; where it is a run's folder, the message names its export.
     """
-    folder = Path(recipe.checkpoints.load_weights)
+    folder, bucket = Path(recipe.checkpoints.load_weights), recipe.checkpoints.bucket
+    if not folder.exists():  # which is no error of the config, as long as the bucket may have a checkpoint
+        empty = "" if bucket is None else f", and {bucket} has no checkpoint to go on from"
+        raise FileNotFoundError(f"checkpoints.load_weights: `{folder}` does not exist{empty}")
     if folder.is_file():  # such as a checkpoint, or a published file with the names of CompVis' code
         raise ValueError(
             f"checkpoints.load_weights: {folder} is a file; give the folder of an export or of diffusers, which opens "

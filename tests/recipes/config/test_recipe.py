@@ -326,11 +326,14 @@ def test_weights_that_a_run_which_goes_on_does_not_read_may_be_gone(small, tmp_p
     changes = ["checkpoints.load_weights=nothing", f"output={tmp_path}"]
     gone = [f"checkpoints.load_weights: `nothing` does not exist (looked in {tmp_path})"]
     assert small(*changes) == gone
-    assert small(*changes, "checkpoints.bucket=s3://runs/one").checkpoints.load_weights == "nothing"
+    bucket = "checkpoints.bucket=s3://runs/one"
+    assert small(*changes, bucket).checkpoints.load_weights == "nothing"
+    small(*changes, bucket, missing=(missing := []))  # a dry run does not ask the bucket
+    assert missing == gone
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "ep0-ba2.ckpt").touch()
     assert small(*changes, missing=(missing := [])).checkpoints.load_weights == "nothing" and not missing
-    assert small(*changes).goes_on
+    assert small(*changes).goes_on()
     assert small(*changes, "checkpoints.autoresume=false") == gone
 
 

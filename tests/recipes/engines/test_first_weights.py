@@ -78,6 +78,15 @@ def test_weights_that_are_a_file(small_recipe, tmp_path):
         load_first_weights(recipe, build_on_meta(recipe.model))
 
 
+def test_weights_that_do_not_exist_while_the_bucket_has_no_checkpoint(small_recipe, tmp_path):
+    """The check of the config lets them pass; the message named neither the key nor the bucket."""
+    recipe, folder = small_recipe(tmp_path, "checkpoints.bucket=s3://runs/one"), tmp_path / "typo"
+    recipe.checkpoints.load_weights = str(folder)
+    said = f"^checkpoints.load_weights: `{folder}` does not exist, and s3://runs/one has no checkpoint to go on from$"
+    with pytest.raises(FileNotFoundError, match=said):
+        load_first_weights(recipe, build_on_meta(recipe.model))
+
+
 @pytest.mark.parametrize("averaged", [False, True])
 def test_weights_beside_their_average(small_recipe, tmp_path, capsys, averaged):
     """The weights as trained are taken, and a line says so: other commands take the average."""
