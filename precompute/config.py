@@ -237,7 +237,8 @@ def source_options(source: Component) -> dict[str, Any]:
 def filter_version(filter: Component) -> dict[str, Any]:
     """The option that says by which rules of its own a filter judges, of a filter that has a `version`.
 
-    It is no part of `request`: a complete set stays complete where the rules have changed.
+    It is no part of `EncodeConfig.request`: a complete encoded set stays complete where the rules have changed. Jobs
+    that pack or score compare it of complete sets, too.
     """
     from recipes.config.build import import_builder  # not above: it imports more than the keys need
 
