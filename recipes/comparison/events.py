@@ -64,11 +64,6 @@ def read_curves(folder: Path) -> dict[str, Curve]:
     return {name: _curve(np.frombuffer(logged.pop(name)).reshape(-1, 3)) for name in names}
 
 
-def last_written(folder: Path) -> float:
-    """When the TensorBoard files below a folder were last written, as `st_mtime`; 0 if there are none."""
-    return max((file.stat().st_mtime for file in folder.rglob("events.out.tfevents.*")), default=0.0)
-
-
 def _take_back(logged: Iterable[array], batch: int) -> None:
     """Remove what was logged last and is of later batches. Validation after a batch is logged with the number that the
     next batch is logged with, so what is of the same number stays."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,9 +35,7 @@ class Picture:
     size: tuple[int, int]
 
 
-def read_pictures(
-    run: Path, config: Mapping[str, Any], most: int, side: int, end: float, flushed: float = math.inf
-) -> dict[str, list[Picture]]:
+def read_pictures(run: Path, config: Mapping[str, Any], most: int, side: int, end: float) -> dict[str, list[Picture]]:
     """What a run has drawn, over its course: prompt, or title of a grid -> pictures.
 
     Args:
@@ -46,9 +43,8 @@ def read_pictures(
         config: plain values of its config.
         most: number of grids that are taken, evenly over those that there are, the first and the last among them.
         side: largest side of a picture in pixels; of a whole grid, four times that.
-        end: last batch of the run's figures. Pictures of later ones are of batches that were lost, or of a run in whose
-            place this one was begun anew, and are left out if they were drawn before the figures were written.
-        flushed: when the figures were last written, as `st_mtime`.
+        end: last batch of the run. Pictures of later ones are of batches that were lost, or of a run that was begun
+            anew in the folder, and are left out.
     """
     found: dict[str, list[Picture]] = {}
     callbacks = config.get("callbacks")
@@ -56,7 +52,7 @@ def read_pictures(
         if isinstance(callback, Mapping) and callback.get("name") in GRIDS:
             prompts, columns = [str(prompt) for prompt in callback.get("prompts") or []], callback.get("columns")
             columns = columns if isinstance(columns, int) and columns > 0 else None
-            for batch, grid in _grids(run / "samples", most, end, flushed):
+            for batch, grid in _grids(run / "samples", most, end):
                 cells = cut_grid(grid, prompts, columns)
                 if cells is None:
                     log.warning(f"{run}: the grid of batch {batch} is not one of the prompts in config.yaml; left out")
@@ -64,15 +60,15 @@ def read_pictures(
                 for prompt, cell in dict(zip(prompts, cells, strict=True)).items():
                     found.setdefault(prompt, []).append(_picture(batch, cell, side))
     for folder, title in WHOLE.items():
-        pictures = [_picture(batch, grid, 4 * side) for batch, grid in _grids(run / folder, most, end, flushed)]
+        pictures = [_picture(batch, grid, 4 * side) for batch, grid in _grids(run / folder, most, end)]
         found |= {title: pictures} if pictures else {}
     return found
 
 
-def _grids(folder: Path, most: int, end: float, flushed: float = math.inf) -> list[tuple[int, Image.Image]]:
+def _grids(folder: Path, most: int, end: float) -> list[tuple[int, Image.Image]]:
     """(batch, grid), in the order of the batches, up to the last one of the run."""
     files = {int(m[1]): file for file in folder.glob("ba*.png") if (m := re.fullmatch(r"ba(\d+)\.png", file.name))}
-    batches = sorted(batch for batch, file in files.items() if batch <= end or file.stat().st_mtime > flushed)
+    batches = sorted(batch for batch in files if batch <= end)
     if len(batches) > most:
         places = [round(i * (len(batches) - 1) / max(1, most - 1)) for i in range(most)]
         batches = [batches[place] for place in (places if most > 1 else [-1])]

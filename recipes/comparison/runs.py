@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from recipes.comparison.events import SAMPLES, Curve, last_written, read_curves
+from recipes.comparison.events import SAMPLES, Curve, read_curves
 from recipes.comparison.pictures import Picture, read_pictures
 from recipes.config.differences import differences, value_at
 from recipes.config.reading import read_values
@@ -99,8 +99,7 @@ def read_runs(folders: list[Path], most: int, side: int) -> list[Run]:
             raise ValueError(f"{folder}: no figures in {folder / 'tensorboard'}; train with the logger tensorboard")
         counted = [curves[SAMPLES]] if SAMPLES in curves else curves.values()
         end = max(map(_last, counted)) + 1  # a batch is logged with the number of batches before it
-        flushed = last_written(folder / "tensorboard")
-        runs.append(Run(label, recipe, curves, read_pictures(folder, config, most, side, end, flushed)))
+        runs.append(Run(label, recipe, curves, read_pictures(folder, config, most, side, end)))
     return runs
 
 

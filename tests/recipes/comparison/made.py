@@ -45,8 +45,8 @@ def made_run(
         for batch in range(batches)
     ]
     rows += [(1000.0 + batches, batches, {"time/sample": 64.0 * batches})] if ended else []
+    log(folder / "tensorboard" / "made", rows)
     for batch in grids:
         pixels = np.stack([np.full((16, 16, 3), 20 * batch + i, np.uint8) for i in range(len(prompts))])
         save_png(picture_grid(pixels, prompts), folder / "samples" / f"ba{batch:07d}.png")
-    log(folder / "tensorboard" / "made", rows)
     return folder

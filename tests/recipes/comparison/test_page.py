@@ -1,6 +1,5 @@
 """The page of a comparison: what it holds, that nothing of a run becomes markup, and what a browser makes of it."""
 
-import os
 import re
 import shutil
 import subprocess
@@ -9,7 +8,6 @@ from html.parser import HTMLParser
 import pytest
 
 from recipes import compare
-from recipes.comparison.events import last_written
 from recipes.comparison.runs import read_runs
 from tests.recipes.comparison.made import EVIL, PROMPTS, ROOT, made_run
 
@@ -135,17 +133,6 @@ def test_pictures_of_lost_batches_are_left_out(tmp_path):
     """The folder also has the grids of a longer run, in whose place this one was begun anew."""
     (run,) = read_runs([made_run(tmp_path / "run", grids=(4, 8, 10, 12))], 12, 32)
     assert {tuple(picture.batch for picture in pictures) for pictures in run.pictures.values()} == {(4, 8)}
-
-
-def test_a_picture_that_is_newer_than_the_figures(tmp_path):
-    """Figures are written every 20 batches, and the run has trained four more."""
-    folder = made_run(tmp_path / "run", grids=(4, 8, 10, 12), ended=False)
-    written = last_written(folder / "tensorboard")
-    for batch, seconds in ((10, -1), (12, 1)):
-        os.utime(folder / "samples" / f"ba{batch:07d}.png", (written + seconds,) * 2)
-    (run,) = read_runs([folder], 12, 32)
-    assert {tuple(picture.batch for picture in pictures) for pictures in run.pictures.values()} == {(4, 8, 12)}
-    assert run.position(12, "samples") == 12 * 64
 
 
 def test_one_run_and_one_of_another_version(folders, tmp_path, capsys):
