@@ -45,7 +45,6 @@ from benchmarks.gpu_run.subjects import NO_AVERAGE, SUBJECTS, recipe_for
 from benchmarks.gpu_run.trained import made_on
 from benchmarks.stub_gpu.build import build, variables, why_not
 from benchmarks.stub_gpu.use import Counts, compute_decisions_on_host
-from callbacks.peak_flops import peak_flops
 from recipes.algorithms.gradients import block_all_reduce
 from recipes.config.recipe import Recipe
 from recipes.engines.composer.trainer import build_trainer
@@ -56,6 +55,7 @@ from recipes.planning.costs import costs_of, plan_of
 from recipes.planning.devices import Devices
 from recipes.planning.divided_run import Cluster, DividedRun
 from recipes.planning.gpus import device_named
+from recipes.planning.peak_flops import peak_flops
 from recipes.planning.plan import Planner
 from recipes.training.callback import Callback
 from recipes.training.run import Run

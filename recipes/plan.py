@@ -84,7 +84,7 @@ def measure(options: argparse.Namespace) -> None:
 
 def peak_of(device: Any, recipe: Recipe) -> float:
     """The FLOP/s of a device in the number format in which a recipe computes its products."""
-    from callbacks.peak_flops import peak_flops
+    from recipes.planning.peak_flops import peak_flops
 
     # In fp32, products run as TF32 where a GPU has it, and with gradient scales those of blocks in fp16.
     scaled = any(lever.name == "resblock_grad_scaling" for lever in recipe.algorithms.values())

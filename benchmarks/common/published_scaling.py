@@ -21,7 +21,7 @@ from recipes.planning.tensor_parallel import held, keep_part, messages
 from recipes.planning.trace import BYTES, Trace, trace
 
 V100, MACHINE = DEVICES["v100-32"], 16
-V100_PEAK = 125e12  # FLOP/s, as `callbacks.peak_flops` has it; the paper's machines are clocked up to 130e12
+V100_PEAK = 125e12  # FLOP/s, as `recipes.planning.peak_flops` has it; the paper's machines are clocked up to 130e12
 SEQUENCES = 8
 # Table 1: layers, width, heads -> GPUs.
 GPT2 = {1: (40, 1536, 16), 2: (54, 1920, 20), 4: (64, 2304, 24), 8: (72, 3072, 32)}

@@ -35,13 +35,14 @@ from benchmarks.gpu_run.subjects import (
     single_changes,
     why_not_compared,
 )
-from callbacks.peak_flops import NumberFormat, number_format_of, peak_flops
+from callbacks.number_format import number_format_of
 from data.system.log import log
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe
 from recipes.engines import parts
 from recipes.engines.composer.trainer import build_trainer
 from recipes.models.task import Task
+from recipes.planning.peak_flops import NumberFormat, peak_flops
 
 
 class Wait(ComposerCallback):

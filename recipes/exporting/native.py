@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from callbacks.export import bundle_of, export_folder
 from data.encoded.manifest import NAME as MANIFEST
 from data.encoded.sets import EncodedSet
 from data.loading import Loading
@@ -19,6 +18,7 @@ from recipes.config.values import ConfigError
 from recipes.engines.checkpoints.deferred import Deferred
 from recipes.engines.first_weights import started_from
 from recipes.exporting.checkpoints import Checkpoint, read_checkpoint
+from recipes.exports.folder import bundle_of, export_folder
 from recipes.generation.exports import Weights, find_network, read_record, weights_of
 from recipes.models.task import Task
 from recipes.models.tensor_file import TensorFile

@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 from typing import Literal
 
-from callbacks.export import ENCODERS
 from data.encoded.manifest import NAME as MANIFEST
 from data.system.disk_errors import about
 from data.system.files import atomic_folder, write_text
@@ -15,6 +14,7 @@ from recipes.config.build import imported
 from recipes.exporting.card import model_card
 from recipes.exporting.checkpoints import find_checkpoint
 from recipes.exporting.native import from_checkpoint, from_export
+from recipes.exports.encoder_files import ENCODERS
 from recipes.generation.exports import Weights, family_of, find_export, open_parts
 from recipes.models.family import Family, NotInDiffusersError
 

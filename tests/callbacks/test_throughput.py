@@ -283,3 +283,20 @@ def test_exposed_communication():
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)).map(lambda pair: tuple(sorted(pair)))))
 def test_the_union_of_spans(spans):
     assert covered(spans) == len({unit for begin, end in spans for unit in range(begin, end)})
+
+
+@pytest.mark.parametrize("gpu", ["NVIDIA H200", "NVIDIA Unheard-of"])
+def test_utilization_is_logged_where_the_peak_is_known(monkeypatch, capsys, gpu):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
+    run = FakeRun(Task(), precision="amp_bf16")
+    run.device = torch.device("cuda", 0)
+    callback = Throughput(run.task, lambda: run.task, None, window=1)
+    callback.begin(run)
+    assert callback.peak == (989.4e12 if gpu == "NVIDIA H200" else None)
+    message = "throughput: the peak FLOP/s of NVIDIA Unheard-of in bf16 are not known, so MFU is not logged; add them"
+    assert (message in capsys.readouterr().out) == (callback.peak is None)
+    callback.flops = 1e12
+    callback.timer._steps.append((8, 2.0))
+    figures = callback.figures()
+    assert figures["throughput/device/tflops_per_sec"] == 3 * 4
+    assert figures.get("throughput/device/mfu") == (pytest.approx(12 / 989.4) if callback.peak else None)

@@ -13,12 +13,12 @@ from diffusers import AutoencoderKL
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModel
 
-from callbacks.export import encoder_files
 from data.tokenizers.clip_library import open_clip
 from recipes.config.build import encoders_of
 from recipes.encoders.base import LatentEncoder, TextEncoder, weights_hash
 from recipes.encoders.text import hf_clip_text, open_clip_text
 from recipes.encoders.vae import kl_vae
+from recipes.exports.encoder_files import encoder_files
 from recipes.models.family import NotInDiffusersError
 
 CAPTIONS = ["a red heart", "", "woman firefighter: dark skin tone", "many words " * 20]

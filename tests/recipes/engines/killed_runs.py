@@ -23,9 +23,9 @@ import composer  # noqa: F401 - before the fork
 import lightning.pytorch  # noqa: F401
 import torch
 
-import callbacks.export
 import recipes.engines.composer.trainer
-import recipes.engines.lightning.trainer  # noqa: F401
+import recipes.engines.lightning.trainer
+import recipes.exports.folder
 from benchmarks.killing import fork, killed_jobs
 from recipes.algorithms.resilience.guard import Guard
 from recipes.algorithms.sharding.shards import own
@@ -86,7 +86,7 @@ def arrange(what, batch):
     elif what == "full":  # no file of a checkpoint is as small
         at_batch(batch, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 15, 1 << 15)))
     elif what == "export":
-        callbacks.export.write_json = lambda *_, **__: kill()
+        recipes.exports.folder.write_json = lambda *_, **__: kill()
     elif what != "none":
         at_batch(batch, lambda: os.kill(os.getpid(), getattr(signal, what)))
 

@@ -15,7 +15,6 @@ import torch.distributed.checkpoint as dcp
 from diffusers import StableDiffusionPipeline
 from safetensors.torch import load_file, save_file
 
-import callbacks.export
 from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.engines.checkpoints.conversion import convert
 from recipes.engines.checkpoints.sharded_files import Sharded
@@ -24,6 +23,7 @@ from recipes.export import main
 from recipes.exporting import write
 from recipes.exporting.checkpoints import find_checkpoint, read_checkpoint
 from recipes.exporting.native import from_export, training_data
+from recipes.exports.folder import export as write_export
 from recipes.generation.exports import find_export, find_network, load_pipeline, read_record
 from recipes.models.latent_diffusion import diffusers_pipeline
 from recipes.models.latent_diffusion.unet import UNet
@@ -403,9 +403,7 @@ def test_encoders_that_were_trained_again(small_recipe, tmp_path, latent_sets, v
     recipe = small_recipe(tmp_path / "run", f"data.streams.train.path={data}")
     path, task = a_run(recipe, average=False)
     loading, _ = training_data(recipe, task.requirements(), tmp_path / "run" / "export", None)
-    callbacks.export.export(
-        task, loading, tmp_path / "run" / "export", {"run_name": "run", "batches": 5}, complete=True
-    )
+    write_export(task, loading, tmp_path / "run" / "export", {"run_name": "run", "batches": 5}, complete=True)
     file = vae / "diffusion_pytorch_model.safetensors"
     tensors = load_file(file)
     tensors["decoder.conv_out.bias"] += 1

@@ -8,8 +8,8 @@ import pytest
 import torch
 from diffusers import UNet2DConditionModel
 
-from callbacks.export import export
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
+from recipes.exports.folder import export
 from recipes.generation import exports
 from recipes.generation.exports import find_export, find_network, load_pipeline
 from recipes.models.kl_autoencoder.task import KLAutoencoder

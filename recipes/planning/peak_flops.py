@@ -5,12 +5,6 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-import torch
-from torch import nn
-
-from recipes.algorithms.sixteen_bit.block_scaling import ScaledBranch
-from recipes.training.run import Precision
-
 NumberFormat = Literal["fp32", "tf32", "bf16", "fp16"]
 
 # Words of a GPU's name -> TFLOP/s of dense products (without sparsity, with sums in 32 bits), by NVIDIA's data sheets.
@@ -55,17 +49,3 @@ def peak_flops(gpu: str, number_format: NumberFormat) -> float | None:
         if set(name) <= set(words):
             return peaks[number_format] * 1e12 if number_format in peaks else None
     return None
-
-
-def number_format_of(task: nn.Module, precision: Precision) -> NumberFormat:
-    """The number format in which a model's blocks compute on a GPU.
-
-    Args:
-        task: whose blocks may compute in fp16 by themselves (see `resblock_grad_scaling`).
-        precision: of the run.
-    """
-    if precision == "amp_bf16":
-        return "bf16"
-    if precision == "amp_fp16" or any(isinstance(module, ScaledBranch) for module in task.modules()):
-        return "fp16"
-    return "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"

@@ -1,13 +1,8 @@
-"""Peaks of GPUs by their names as PyTorch gives them, and the number format that blocks compute in."""
+"""Peaks of GPUs by their names as PyTorch gives them."""
 
 import pytest
-import torch
 
-from callbacks.peak_flops import PEAKS, number_format_of, peak_flops
-from callbacks.throughput import Throughput
-from recipes.algorithms.sixteen_bit.block_scaling import scale_branch
-from recipes.models.task import Task
-from tests.recipes.training.fake_run import FakeRun
+from recipes.planning.peak_flops import PEAKS, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -65,36 +60,3 @@ def test_shorter_formats_are_not_slower():
         rates = [peaks[f] for f in ("fp32", "tf32", "fp16") if f in peaks]
         assert rates == sorted(rates), name
         assert peaks.get("bf16", peaks["fp16"]) == peaks["fp16"], name
-
-
-class Blocks(Task):
-    def __init__(self):
-        super().__init__()
-        self.branch = torch.nn.Linear(2, 2)
-
-
-def test_the_format_that_blocks_compute_in(monkeypatch):
-    task = Blocks()
-    assert [number_format_of(task, precision) for precision in ("amp_bf16", "amp_fp16")] == ["bf16", "fp16"]
-    for allowed, expected in (("highest", "fp32"), ("high", "tf32")):
-        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda allowed=allowed: allowed)
-        assert number_format_of(task, "fp32") == expected
-    scale_branch(task.branch, torch.ones(()), torch.zeros((), dtype=torch.int64))
-    assert number_format_of(task, "fp32") == "fp16"  # by resblock_grad_scaling
-
-
-@pytest.mark.parametrize("gpu", ["NVIDIA H200", "NVIDIA Unheard-of"])
-def test_utilization_is_logged_where_the_peak_is_known(monkeypatch, capsys, gpu):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
-    run = FakeRun(Blocks(), precision="amp_bf16")
-    run.device = torch.device("cuda", 0)
-    callback = Throughput(run.task, lambda: run.task, None, window=1)
-    callback.begin(run)
-    assert callback.peak == (989.4e12 if gpu == "NVIDIA H200" else None)
-    message = "throughput: the peak FLOP/s of NVIDIA Unheard-of in bf16 are not known, so MFU is not logged; add them"
-    assert (message in capsys.readouterr().out) == (callback.peak is None)
-    callback.flops = 1e12
-    callback.timer._steps.append((8, 2.0))
-    figures = callback.figures()
-    assert figures["throughput/device/tflops_per_sec"] == 3 * 4
-    assert figures.get("throughput/device/mfu") == (pytest.approx(12 / 989.4) if callback.peak else None)
