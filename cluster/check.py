@@ -18,9 +18,9 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 
+from recipes.checking.finding import Finding
+from recipes.checking.machine import SECONDS, cheap_checks
 from recipes.config.command_line import path_of
-from recipes.planning.finding import Finding
-from recipes.planning.machine_checks import SECONDS, cheap_checks
 
 QUERY = ("nvidia-smi", "--query-gpu=index,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader,nounits")
 

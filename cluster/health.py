@@ -21,8 +21,8 @@ import time
 from collections.abc import Iterator
 
 from cluster.check import QUERY, gpus
+from recipes.checking.finding import Finding
 from recipes.config.command_line import path_of
-from recipes.planning.finding import Finding
 from recipes.training.heartbeat import VARIABLE, heartbeats
 
 

@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parents[1]
 # This script's folder must not stay on the import path: its files would hide other packages' modules.
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
+from recipes.checking.machine import machine_checks
 from recipes.config.command_line import read_command_line, user_errors
 from recipes.config.recipe import Recipe
-from recipes.planning.machine_checks import machine_checks
 
 
 def main(arguments: list[str]) -> int:
@@ -29,12 +29,12 @@ def main(arguments: list[str]) -> int:
     arguments = [argument for argument in arguments if argument != "--clear"]
     command = read_command_line([*arguments, "--dry-run"], Recipe, __doc__) if arguments else None
     with user_errors():
-        from recipes.planning.link_checks import link_checks
+        from recipes.checking.links import link_checks
 
         findings = [*machine_checks(clear)]
         if command is not None:
+            from recipes.checking.recipe import recipe_checks
             from recipes.engines.dry_run_checks import check_on_meta
-            from recipes.planning.recipe_checks import recipe_checks
 
             findings += recipe_checks(command.config, command.missing, check_on_meta)
         findings = [*findings, *link_checks(findings)]  # which also tells what other machines have found

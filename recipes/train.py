@@ -18,11 +18,11 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 from data.system.garbage_collection import rare_searches
 from data.system.log import log
 from data.system.threads import set_default_threads
+from recipes.checking.finding import raise_errors
+from recipes.checking.machine import cheap_checks
+from recipes.checking.recipe import cheap_recipe_checks
 from recipes.config.command_line import print_once, read_command_line, user_errors
 from recipes.config.recipe import Recipe
-from recipes.planning.finding import raise_errors
-from recipes.planning.machine_checks import cheap_checks
-from recipes.planning.recipe_checks import cheap_recipe_checks
 from recipes.training.run_lock import only_run
 from recipes.training.stop import catch_again, stop_signals
 from recipes.training.watchdog import watched

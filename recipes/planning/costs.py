@@ -12,8 +12,8 @@ from data.cost import FLOAT, Cost, Plan
 from recipes.config.build import build, import_builder, located
 from recipes.config.recipe import Recipe
 from recipes.config.values import Component
-from recipes.planning.data_checks import local_manifests
 from recipes.planning.devices import Devices
+from recipes.planning.inputs import local_manifests
 from recipes.planning.tensor_parallel import divided_share
 
 

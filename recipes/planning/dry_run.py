@@ -22,7 +22,7 @@ from recipes.planning.footprint import (
     start_lines,
     traffic_lines,
 )
-from recipes.planning.input_checks import absent_inputs
+from recipes.planning.inputs import absent_inputs
 from recipes.planning.length import Length, batch_text, length_of, length_text, times_text
 from recipes.planning.sharding import check_sharding
 from recipes.planning.tensor_parallel import check_tensor_parallel

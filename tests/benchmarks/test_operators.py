@@ -23,9 +23,9 @@ from benchmarks.common.attention_calls import (
 )
 from benchmarks.gpu_run.encoding import profiled
 from benchmarks.gpu_run.numbers import vary
+from recipes.checking.attention_kernels import naive
 from recipes.models.autoregressive.masks import TokenLayout, dense_mask, visible
 from recipes.models.autoregressive.sparse_attention import attend_in_two
-from recipes.planning.attention_checks import naive
 from tests.stub_gpu import needs_stub_gpu
 
 META = operators.Setting(torch.device("meta"), small=False)

@@ -31,6 +31,7 @@ ARROWS = {
     "recipes/scoring": (*DATA, "recipes/models", "recipes/encoders"),
     "recipes/exports": (*DATA, "recipes/models", "recipes/encoders"),
     "recipes/planning": (*SHARED, "recipes/algorithms"),
+    "recipes/checking": (*SHARED, "recipes/algorithms", "recipes/planning"),
     "callbacks": (
         *DATA,
         "recipes/models",
@@ -80,10 +81,19 @@ ARROWS = {
         "recipes/evaluation",
         "recipes/comparison",
         "recipes/planning",
+        "recipes/checking",
         "recipes/engines",
+        "recipes/exports",
         "recipes/exporting",
     ),
-    "cluster": (*DATA, "recipes/config", "recipes/training", "recipes/planning", "precompute/config.py"),
+    "cluster": (
+        *DATA,
+        "recipes/config",
+        "recipes/training",
+        "recipes/planning",
+        "recipes/checking",
+        "precompute/config.py",
+    ),
     "docs": (*SHARED, "precompute/config.py", "precompute/texts", "recipes/evaluation"),
 }
 KNOWS_COMPOSER = ("recipes/engines/composer",)

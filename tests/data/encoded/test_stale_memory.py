@@ -8,7 +8,7 @@ import pytest
 
 from data.encoded import stale_memory
 from data.encoded.stale_memory import clear, hold, left_behind, of_others
-from recipes.planning.machine_checks import stale_memory as check
+from recipes.checking.machine import stale_memory as check
 
 
 def blocks(folder, number):

@@ -8,15 +8,15 @@ from types import SimpleNamespace
 import pytest
 
 from recipes import train
+from recipes.checking import recipe as checks
+from recipes.checking.encoded_sets import caches, fetch_indexes, hashes, shards
+from recipes.checking.recipe import cheap_recipe_checks, disk, recipe_checks
 from recipes.config.components import COMPONENTS
 from recipes.config.recipe import to_yaml
 from recipes.config.values import Component
 from recipes.doctor import main
-from recipes.planning import recipe_checks as checks
-from recipes.planning.data_checks import caches, fetch_indexes, hashes, shards
 from recipes.planning.dry_run import disk_bytes, problems, survey
-from recipes.planning.input_checks import absent_inputs
-from recipes.planning.recipe_checks import cheap_recipe_checks, disk, recipe_checks
+from recipes.planning.inputs import absent_inputs
 
 EXPORT = "callbacks.export={name: export, every: 4ba}"
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from recipes.algorithms.modules.attention import KERNELS, Implementation, why_not_xformers
+from recipes.checking.finding import Finding
 from recipes.config.recipe import Recipe
 from recipes.models.autoregressive.masks import dense_mask, visible
 from recipes.models.autoregressive.sparse_attention import make_attend
 from recipes.models.autoregressive.transformer import TokenTransformer
-from recipes.planning.finding import Finding
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # queries, keys and values, and the result, of one shape
 WIDTH = 64  # of a head

@@ -1,8 +1,8 @@
 import os
 
-from recipes.planning import link_checks as checks
-from recipes.planning.finding import Finding
-from recipes.planning.link_checks import link_checks, of_other_machines
+from recipes.checking import links as checks
+from recipes.checking.finding import Finding
+from recipes.checking.links import link_checks, of_other_machines
 
 
 def test_two_ranks(two_ranks):

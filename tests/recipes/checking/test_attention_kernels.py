@@ -2,10 +2,10 @@ import pytest
 import torch
 from torch import nn
 
+from recipes.checking import attention_kernels
+from recipes.checking.attention_kernels import attention, attentions
 from recipes.models.autoregressive.masks import TokenLayout
 from recipes.models.autoregressive.transformer import TokenTransformer
-from recipes.planning import attention_checks
-from recipes.planning.attention_checks import attention, attentions
 
 
 def fails(*tensors):
@@ -14,7 +14,7 @@ def fails(*tensors):
 
 def wrong_backward(query, key, value):
     """The right result, whose gradients are those of a longer sum."""
-    y = attention_checks.naive(*(tensor.transpose(1, 2) for tensor in (query, key, value))).transpose(1, 2)
+    y = attention_kernels.naive(*(tensor.transpose(1, 2) for tensor in (query, key, value))).transpose(1, 2)
     return y + (query - query.detach())
 
 
@@ -30,7 +30,7 @@ def wrong_backward(query, key, value):
 def test_the_kernel_runs_and_is_compared(monkeypatch, kernel, level, text):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     if kernel is not None:
-        monkeypatch.setitem(attention_checks.KERNELS, "sdpa", kernel)
+        monkeypatch.setitem(attention_kernels.KERNELS, "sdpa", kernel)
     found = attention()
     assert found.level == level and text in found.text and found.text.startswith("sdpa (it needs a GPU)")
 

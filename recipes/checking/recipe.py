@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.cost import size_text
+from recipes.checking.encoded_sets import caches, encoders, fetch_indexes, hashes, shards
+from recipes.checking.finding import Finding
 from recipes.config.recipe import Recipe
-from recipes.planning.data_checks import caches, encoders, fetch_indexes, hashes, local_manifests, shards
-from recipes.planning.finding import Finding
+from recipes.planning.inputs import local_manifests
 
 if TYPE_CHECKING:
     from recipes.planning.dry_run import Survey
@@ -45,9 +46,9 @@ def recipe_checks(
         missing: input paths that do not exist, one line each.
         whole: see `recipes.planning.dry_run.problems`; None: `survey`.
     """
-    from recipes.planning.attention_checks import attentions
+    from recipes.checking.attention_kernels import attentions
     from recipes.planning.dry_run import disk_bytes, problems, survey
-    from recipes.planning.input_checks import absent_inputs
+    from recipes.planning.inputs import absent_inputs
 
     yield from fetch_indexes(recipe)
     try:

@@ -11,16 +11,14 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
-from data.cost import FLOAT, all_reduce_bytes, size_text
+from data.cost import FLOAT, size_text
 from data.system.process_groups import leave
-from recipes.planning.finding import Finding
+from recipes.checking.finding import Finding
+from recipes.planning.link_rate import WORDS, all_reduce_rate
 
 # Clocks that differ by more than this confuse logs, and certificates and tokens of object stores.
 CLOCKS = 1.0  # seconds
-WORDS = 1 << 24  # of 4 bytes: 64 MiB, as large as a bucket of DDP or a block under FSDP
-ROUNDS = 5
 
 
 def link_checks(own: list[Finding]) -> Iterator[Finding]:
@@ -108,29 +106,3 @@ def bandwidth(device: torch.device) -> Finding:
         return Finding("error", "links", f"an all-reduce over {world} ranks gives wrong sums: check cables and memory")
     size = size_text(FLOAT * WORDS)
     return Finding("ok", "links", f"{size_text(rate)}/s per device in an all-reduce of {size} over {world} ranks")
-
-
-def all_reduce_rate(device: torch.device, group: ProcessGroup | None = None) -> float | None:
-    """The bytes that each device sends per second in a ring all-reduce, at best; None: the sums are wrong.
-
-    Args:
-        device: of this process.
-        group: the processes; None: all.
-    """
-    world, words = dist.get_world_size(group), torch.ones(WORDS, device=device)
-    seconds = []
-    for _ in range(ROUNDS):
-        words.fill_(1.0)
-        synchronize(device)
-        began = time.perf_counter()
-        dist.all_reduce(words, group=group)
-        synchronize(device)
-        seconds.append(time.perf_counter() - began)
-    right = bool((words == world).all())
-    return all_reduce_bytes(words.nbytes, world) / min(seconds) if right else None
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for all that a GPU was given; a CPU has done it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from data.cost import count_text, size_text
@@ -15,10 +14,11 @@ from data.encoded.mds_index import INDEX, read_index
 from data.encoded.stale_memory import MEMORY
 from data.encoded.text_manifest import NAME as TEXT_MANIFEST
 from data.ranges import bytes_of
+from recipes.checking.finding import Finding
 from recipes.config.recipe import Recipe
 from recipes.config.schema import read_signature
 from recipes.config.values import Component
-from recipes.planning.finding import Finding
+from recipes.planning.inputs import data_of, folder_of, streams_of
 
 # What each worker reads, and has fetched ahead; a cache with less room fetches shards again and again.
 SHARDS_AT_A_TIME = 8
@@ -33,7 +33,7 @@ def fetch_indexes(recipe: Recipe) -> Iterator[Finding]:
     """
     from recipes.config.build import build
 
-    for label, data in _data(recipe):
+    for label, data in data_of(recipe):
         for name, stream in (data.args.get("streams") or {}).items():
             if not stream.args.get("cache"):
                 continue
@@ -44,28 +44,6 @@ def fetch_indexes(recipe: Recipe) -> Iterator[Finding]:
             except (ValueError, OSError) as error:
                 key = f"{label}.streams.{name}"
                 yield Finding("error", "input", f"{key}: {str(error).removeprefix(f'{key}: ')}")
-
-
-def unwritten_sets(recipe: Recipe) -> Iterator[str]:
-    """Local sets whose folder is here, but no manifest, which is written last: one line each that names its key."""
-    for label, data in _data(recipe):
-        manifest = TEXT_MANIFEST if data.name == "texts" else MANIFEST
-        for name, stream in (data.args.get("streams") or {}).items():
-            folder = stream.args.get("path")
-            if folder and Path(folder).exists() and not Path(folder, manifest).is_file():
-                sets = sorted(str(file.parent) for file in Path(folder).glob(f"*/{manifest}"))
-                todo = f"give {sets[0]}" if sets else "write the set first, with precompute/encode.py or pack.py"
-                yield f"{label}.streams.{name}.path: `{folder}` has no {manifest}; {todo}"
-
-
-def local_manifests(recipe: Recipe) -> dict[str, Manifest]:
-    """The manifests of the recipe's encoded sets that are on this machine, by the keys of their streams."""
-    found = {}
-    for key, stream in _streams(recipe):
-        folder = _folder(stream)
-        if folder is not None and (folder / MANIFEST).is_file():
-            found[key] = Manifest.read(folder)
-    return found
 
 
 def encoders(sets: dict[str, Manifest]) -> Iterator[Finding]:
@@ -97,7 +75,7 @@ def _weights(manifest: Manifest, kind: str) -> Any:
 
 def caches(recipe: Recipe) -> Iterator[Finding]:
     """Whether the cache of a remote set has room for the shards that are read at a time."""
-    for label, data in _data(recipe):
+    for label, data in data_of(recipe):
         limit = data.args.get("cache_limit")
         if limit is None:
             continue
@@ -107,7 +85,7 @@ def caches(recipe: Recipe) -> Iterator[Finding]:
             continue
         sizes = [
             sum(shard[part]["bytes"] for part in ("raw_data", "zip_data") if shard.get(part))
-            for key, stream in _streams(recipe)
+            for key, stream in streams_of(recipe)
             if key.startswith(f"{label}.")
             for shard in _shards(stream)
         ]
@@ -129,7 +107,7 @@ def caches(recipe: Recipe) -> Iterator[Finding]:
 
 def hashes(recipe: Recipe) -> Iterator[Finding]:
     """Whether the shards of each set have the hash that they are to be compared with."""
-    for key, stream in _streams(recipe):
+    for key, stream in streams_of(recipe):
         asked = stream.args.get("validate_hash")
         for shard in _shards(stream) if asked else ():
             known = shard["raw_data"].get("hashes") or {}
@@ -147,8 +125,8 @@ def shards(recipe: Recipe) -> Iterator[Finding]:
     A machine fetches whole shards, however few of their samples are its own, a worker with no batch has no work, and
     the order of an epoch must fit into shared memory.
     """
-    label, data = next(_data(recipe))
-    streams = [stream for key, stream in _streams(recipe) if key.startswith(f"{label}.")]
+    label, data = next(data_of(recipe))
+    streams = [stream for key, stream in streams_of(recipe) if key.startswith(f"{label}.")]
     found = [_shards(stream) for stream in streams]
     if not found or not all(found):
         return
@@ -188,15 +166,10 @@ def shards(recipe: Recipe) -> Iterator[Finding]:
 
 def _shards(stream: Component) -> list[dict[str, Any]]:
     """What the index of a set says of its shards; none if it is not on this machine."""
-    folder = _folder(stream)
+    folder = folder_of(stream)
     if folder is None or not (folder / INDEX).is_file():
         return []
     return read_index(folder)
-
-
-def _folder(stream: Component) -> Path | None:
-    folder = stream.args.get("path") or stream.args.get("cache")
-    return Path(folder) if folder else None
 
 
 def _workers(data: Component) -> int:
@@ -206,14 +179,3 @@ def _workers(data: Component) -> int:
 
 def _local_world() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-
-
-def _data(recipe: Recipe) -> Iterator[tuple[str, Component]]:
-    yield "data", recipe.data
-    yield from ((f"evals.{label}", component) for label, component in recipe.evals.items())
-
-
-def _streams(recipe: Recipe) -> Iterator[tuple[str, Component]]:
-    for label, data in _data(recipe):
-        for name, stream in (data.args.get("streams") or {}).items():
-            yield f"{label}.streams.{name}", stream

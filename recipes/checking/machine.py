@@ -14,8 +14,8 @@ from pathlib import Path
 
 from data.cost import size_text
 from data.encoded import stale_memory as stale
+from recipes.checking.finding import Finding
 from recipes.config.source_code import ROOT
-from recipes.planning.finding import Finding
 
 # Each MDS shard that is read, and each worker's socket, takes a file descriptor.
 FILES = 4096
@@ -43,7 +43,7 @@ def machine_checks(clear: bool = False) -> Iterator[Finding]:
     yield packages()
     yield gpu()
 
-    from recipes.planning.attention_checks import attention  # imports torch, and xformers where there is a GPU
+    from recipes.checking.attention_kernels import attention  # imports torch, and xformers where there is a GPU
 
     yield attention()
     yield from cheap_checks()

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from recipes import doctor
-from recipes.planning import machine_checks
-from recipes.planning.machine_checks import load, open_files, packages, shared_memory, threads
+from recipes.checking import machine
+from recipes.checking.machine import load, open_files, packages, shared_memory, threads
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_other_programs(four_cores, monkeypatch, average, level):
     ],
 )
 def test_which_gpus_run_the_code_of_an_architecture(architecture, capability, runs):
-    assert machine_checks._runs(architecture, capability) == runs
+    assert machine._runs(architecture, capability) == runs
 
 
 @pytest.mark.parametrize(
@@ -107,12 +107,12 @@ def test_a_gpu_that_torch_cannot_use(monkeypatch, driver, cuda, why):
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(machine_checks, "_driver_gpus", lambda: [("NVIDIA H200", driver)])
+    monkeypatch.setattr(machine, "_driver_gpus", lambda: [("NVIDIA H200", driver)])
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    found = machine_checks.gpu()
+    found = machine.gpu()
     assert found.level == "error" and f"the driver {driver} shows NVIDIA H200" in found.text and why in found.text
-    monkeypatch.setattr(machine_checks, "_driver_gpus", list)
-    assert machine_checks.gpu().level == "ok"
+    monkeypatch.setattr(machine, "_driver_gpus", list)
+    assert machine.gpu().level == "ok"
 
 
 def test_a_driver_that_hangs(monkeypatch, tmp_path, capsys):
@@ -121,8 +121,8 @@ def test_a_driver_that_hangs(monkeypatch, tmp_path, capsys):
     program.write_text("#!/bin/sh\nexec sleep 60\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    run = machine_checks.subprocess.run
-    monkeypatch.setattr(machine_checks.subprocess, "run", lambda *given, **named: run(*given, **named | {"timeout": 1}))
+    run = machine.subprocess.run
+    monkeypatch.setattr(machine.subprocess, "run", lambda *given, **named: run(*given, **named | {"timeout": 1}))
     with pytest.raises(SystemExit):
         doctor.main([])
     assert capsys.readouterr().err.startswith("error: GPU: nvidia-smi hangs: the driver or a GPU is broken; restart")
