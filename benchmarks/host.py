@@ -54,8 +54,8 @@ from recipes.engines.lightning.run import LightningRun
 from recipes.planning.costs import costs_of, plan_of
 from recipes.planning.devices import Devices
 from recipes.planning.divided_run import Cluster, DividedRun
-from recipes.planning.gpus import device_named
-from recipes.planning.peak_flops import peak_flops
+from recipes.planning.hardware.gpus import device_named
+from recipes.planning.hardware.peak_flops import peak_flops
 from recipes.planning.plan import Planner
 from recipes.training.callback import Callback
 from recipes.training.run import Run

@@ -2,8 +2,8 @@
 
     python benchmarks/published.py
 
-Fits the shares of `recipes/planning/gpus.py` on three rates of Stable Diffusion 2's table and on three figures of
-Megatron-LM, and predicts the others and sizes of DALL-E.
+Fits the shares of `recipes/planning/hardware/gpus.py` on three rates of Stable Diffusion 2's table and on three
+figures of Megatron-LM, and predicts the others and sizes of DALL-E.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from recipes.config.recipe import Recipe, load_config
 from recipes.planning.costs import cost_of, plan_of
 from recipes.planning.devices import Devices
 from recipes.planning.divided_run import Cluster, Setting
-from recipes.planning.gpus import DEVICES, SHARES, V100_SHARES, Shares
+from recipes.planning.hardware.gpus import DEVICES, SHARES, V100_SHARES, Shares
 from recipes.planning.plan import Planner
 from recipes.planning.step_time import pass_times
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from recipes.algorithms.sixteen_bit.block_scaling import ScaledBranch
-from recipes.planning.peak_flops import NumberFormat
+from recipes.planning.hardware.peak_flops import NumberFormat
 from recipes.training.run import Precision
 
 

@@ -16,7 +16,7 @@ from data.ranges import check_least
 from data.system.log import log
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.models.task import Task
-from recipes.planning.peak_flops import peak_flops
+from recipes.planning.hardware.peak_flops import peak_flops
 from recipes.training.callback import Callback
 from recipes.training.clock import Interval
 from recipes.training.ranks import world_size
@@ -83,7 +83,7 @@ class Throughput(Callback):
             if self.peak is None:
                 log.warning(
                     f"throughput: the peak FLOP/s of {gpu} in {number_format} are not known, so MFU is not logged; add "
-                    "them to recipes/planning/peak_flops.py"
+                    "them to recipes/planning/hardware/peak_flops.py"
                 )
 
     def before_data(self, run: Run) -> None:

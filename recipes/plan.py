@@ -72,8 +72,8 @@ def _number_or_override(text: str) -> int | str:
 
 def measure(options: argparse.Namespace) -> None:
     """Measure this machine. With several processes, each measures, and the first one writes."""
-    from recipes.planning.calibration import calibrate, describe
-    from recipes.planning.gpus import check_name, write_device
+    from recipes.planning.hardware.calibration import calibrate, describe
+    from recipes.planning.hardware.gpus import check_name, write_device
 
     check_name(options.calibrate)
     device, circumstances = calibrate()
@@ -84,7 +84,7 @@ def measure(options: argparse.Namespace) -> None:
 
 def peak_of(device: Any, recipe: Recipe) -> float:
     """The FLOP/s of a device in the number format in which a recipe computes its products."""
-    from recipes.planning.peak_flops import peak_flops
+    from recipes.planning.hardware.peak_flops import peak_flops
 
     # In fp32, products run as TF32 where a GPU has it, and with gradient scales those of blocks in fp16.
     scaled = any(lever.name == "resblock_grad_scaling" for lever in recipe.algorithms.values())
@@ -97,7 +97,7 @@ def plan(options: argparse.Namespace, recipe: Recipe) -> str:
     """The text about all numbers of GPUs."""
     from recipes.engines.dry_run_checks import check_levers_on_meta, levers_on_gpus
     from recipes.planning.divided_run import Cluster
-    from recipes.planning.gpus import device_named
+    from recipes.planning.hardware.gpus import device_named
     from recipes.planning.plan import Planner
 
     device = device_named(options.gpu, options.devices)

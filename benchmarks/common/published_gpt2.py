@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, dropout, gelu
 
 from recipes.models.task import Task
 from recipes.models.tensor_plan import DividedBranch, TensorPlan
-from recipes.planning.trace import PASSES, Operation, Trace
+from recipes.planning.tracing.trace import PASSES, Operation, Trace
 
 FEW = (1, 2)  # layers, from which the pass of any number of equal layers follows
 

@@ -15,13 +15,13 @@ import torch
 from benchmarks.common.published_gpt2 import FEW, Gpt2, deepened
 from data.cost import all_reduce_bytes
 from recipes.planning.devices import Devices
-from recipes.planning.gpus import DEVICES, Shares
+from recipes.planning.hardware.gpus import DEVICES, Shares
 from recipes.planning.step_time import UPDATE_BYTES, StepTime, message_seconds, pass_times
 from recipes.planning.tensor_parallel import held, keep_part, messages
-from recipes.planning.trace import BYTES, Trace, trace
+from recipes.planning.tracing.trace import BYTES, Trace, trace
 
 V100, MACHINE = DEVICES["v100-32"], 16
-V100_PEAK = 125e12  # FLOP/s, as `recipes.planning.peak_flops` has it; the paper's machines are clocked up to 130e12
+V100_PEAK = 125e12  # FLOP/s, of recipes/planning/hardware/peak_flops.py; the paper's machines are clocked up to 130e12
 SEQUENCES = 8
 # Table 1: layers, width, heads -> GPUs.
 GPT2 = {1: (40, 1536, 16), 2: (54, 1920, 20), 4: (64, 2304, 24), 8: (72, 3072, 32)}

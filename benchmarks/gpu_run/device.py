@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_run.context import Context
-from recipes.planning.peak_flops import NumberFormat, peak_flops
+from recipes.planning.hardware.peak_flops import NumberFormat, peak_flops
 
 TABLE = "The machine"
 # What the steps import. The server process imports all of it once, and each step is a fork of it.

@@ -20,7 +20,7 @@ from benchmarks.gpu_run.device import measured_rate
 from benchmarks.gpu_run.operators import bound_by, kernels_of, new_profiler, write_profile
 from benchmarks.gpu_run.subjects import SHIPPED
 from recipes.encoders.vae import kl_vae
-from recipes.planning.peak_flops import peak_flops
+from recipes.planning.hardware.peak_flops import peak_flops
 
 NOT_TRIED = {"slicing"}  # saves memory, by encoding one image at a time
 

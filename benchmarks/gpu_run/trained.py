@@ -42,7 +42,7 @@ from recipes.config.recipe import Recipe
 from recipes.engines import parts
 from recipes.engines.composer.trainer import build_trainer
 from recipes.models.task import Task
-from recipes.planning.peak_flops import NumberFormat, peak_flops
+from recipes.planning.hardware.peak_flops import NumberFormat, peak_flops
 
 
 class Wait(ComposerCallback):

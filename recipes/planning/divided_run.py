@@ -16,8 +16,7 @@ from recipes.planning.batches import batch_bytes
 from recipes.planning.costs import Costs, parameter_counts
 from recipes.planning.devices import Devices
 from recipes.planning.footprint import gathered_at_once, gathered_sizes, replica_traffic, shard_traffic, state_bytes
-from recipes.planning.gpus import Device, Shares
-from recipes.planning.pass_memory import Passes
+from recipes.planning.hardware.gpus import Device, Shares
 from recipes.planning.step_time import (
     BY_BLOCK,
     BY_DDP,
@@ -30,7 +29,8 @@ from recipes.planning.step_time import (
     share_of_launches,
 )
 from recipes.planning.tensor_parallel import held, messages, sent_bytes, sized_plan
-from recipes.planning.trace import BYTES, Traces
+from recipes.planning.tracing.pass_memory import Passes
+from recipes.planning.tracing.trace import BYTES, Traces
 
 # Of a device's memory: the rest is taken by CUDA, by workspaces of kernels and by fragments. Not measured here.
 USABLE = 0.9

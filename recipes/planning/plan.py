@@ -14,13 +14,13 @@ from recipes.planning.batches import blank_batch, sample_bytes, traced_model
 from recipes.planning.costs import costs_of, parameter_counts, plan_of
 from recipes.planning.devices import Devices
 from recipes.planning.divided_run import USABLE, Cluster, DividedRun, Setting
-from recipes.planning.gpus import DEVICES
+from recipes.planning.hardware.gpus import DEVICES
 from recipes.planning.length import Length, length_of
-from recipes.planning.levers import apply_levers
-from recipes.planning.pass_memory import Passes, passes_of
 from recipes.planning.settings import Check, best_of, no_check, runs_of, settings_of
 from recipes.planning.tensor_parallel import keep_part
-from recipes.planning.trace import NUMBERS, Traces, traces_of
+from recipes.planning.tracing.levers import apply_levers
+from recipes.planning.tracing.pass_memory import Passes, passes_of
+from recipes.planning.tracing.trace import NUMBERS, Traces, traces_of
 
 MOST_DOUBLINGS = 7  # of the number of devices, in the search for one that a model fits on
 

@@ -18,12 +18,12 @@ from recipes.planning.costs import Costs, costs_of, plan_of
 from recipes.planning.devices import Devices
 from recipes.planning.divided_run import Cluster, DividedRun, Setting
 from recipes.planning.footprint import gathered_format
-from recipes.planning.gpus import Device
-from recipes.planning.pass_memory import Passes
+from recipes.planning.hardware.gpus import Device
 from recipes.planning.sharding import check_sharding
 from recipes.planning.step_time import captured, share_of_launches
 from recipes.planning.tensor_parallel import check_tensor_parallel
-from recipes.planning.trace import Traces
+from recipes.planning.tracing.pass_memory import Passes
+from recipes.planning.tracing.trace import Traces
 
 DIVISIONS: dict[str, FSDP | None] = {
     "DDP": None,

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from recipes.algorithms.modules.compile import GRAPH_MODES
 from recipes.config.values import Component
 from recipes.planning.devices import Devices
-from recipes.planning.gpus import Device, Shares
-from recipes.planning.trace import Trace
+from recipes.planning.hardware.gpus import Device, Shares
+from recipes.planning.tracing.trace import Trace
 
 # Seconds of the host per operation of a trace, which are 1.6 to 1.8 launches each: autocast casts, and levers replace
 # operations. Between the rows of benchmarks/host.py, on one core: those of the transformer take less.

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.gpu_run.subjects import SUBJECTS, recipe_for
 from benchmarks.host import MARK, SETTINGS, row
 from recipes.planning.divided_run import Cluster
-from recipes.planning.gpus import DEVICES
+from recipes.planning.hardware.gpus import DEVICES
 from recipes.planning.plan import Planner
 from tests.stub_gpu import needs_stub_gpu
 

@@ -7,8 +7,8 @@ import torch
 
 from benchmarks.common.published_gpt2 import FEW, Gpt2, deepened
 from benchmarks.common.published_scaling import GPT2, REST, fitted_v100, gpt2_trace
-from recipes.planning.gpus import SHARES, V100_SHARES
-from recipes.planning.trace import PASSES, trace
+from recipes.planning.hardware.gpus import SHARES, V100_SHARES
+from recipes.planning.tracing.trace import PASSES, trace
 
 
 def test_deep_models_follow_from_shallow_ones():

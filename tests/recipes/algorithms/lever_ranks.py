@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from recipes.checking.links import bandwidth, clocks
-from recipes.planning.calibration import links
+from recipes.planning.hardware.calibration import links
 from tests.callbacks import export_ranks, grid_ranks
 from tests.recipes.algorithms.averaging import ema_ranks
 from tests.recipes.algorithms.gradients import all_reduce_ranks

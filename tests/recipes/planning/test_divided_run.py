@@ -9,7 +9,7 @@ from recipes.config.recipe import Recipe, load_config
 from recipes.planning.devices import Devices
 from recipes.planning.divided_run import Cluster, Memory, Setting
 from recipes.planning.footprint import gradient_traffic
-from recipes.planning.gpus import Device, Shares
+from recipes.planning.hardware.gpus import Device, Shares
 from recipes.planning.plan import Planner
 from recipes.planning.settings import best_of, settings_of
 from recipes.planning.step_time import LAUNCH, StepTime

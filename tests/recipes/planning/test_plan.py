@@ -19,7 +19,7 @@ from recipes.engines.dry_run_checks import levers_on_gpus
 from recipes.planning.batches import blank_batch, sample_bytes
 from recipes.planning.devices import Devices
 from recipes.planning.divided_run import BLOCKS, WORKSPACE, Cluster
-from recipes.planning.gpus import Device, Shares
+from recipes.planning.hardware.gpus import Device, Shares
 from recipes.planning.plan import Planner
 from recipes.planning.settings import best_of, settings_of
 from recipes.planning.step_time import (
@@ -34,7 +34,7 @@ from recipes.planning.step_time import (
     message_seconds,
     pass_times,
 )
-from recipes.planning.trace import PASSES, Operation, Trace, trace
+from recipes.planning.tracing.trace import PASSES, Operation, Trace, trace
 
 ROOT = Path(__file__).resolve().parents[3]
 SMALL = ["model.denoiser.channels=[32,32]", "model.denoiser.attention=[true,false]", "model.denoiser.heads=[1,1]"]

@@ -9,7 +9,7 @@ from benchmarks.gpu_run.subjects import register_data
 from recipes.config.recipe import Recipe, load_config
 from recipes.engines.dry_run_checks import check_on_meta
 from recipes.plan import main, peak_of
-from recipes.planning.gpus import DEVICES
+from recipes.planning.hardware.gpus import DEVICES
 
 ROOT = Path(__file__).resolve().parents[3]
 SMALL = ["model.denoiser.channels=[32,32]", "model.denoiser.attention=[true,false]", "model.denoiser.heads=[1,1]"]

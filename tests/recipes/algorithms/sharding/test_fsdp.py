@@ -17,7 +17,7 @@ from recipes.engines import first_weights, parts
 from recipes.models.task import Task
 from recipes.planning import dry_run
 from recipes.planning.divided_run import Cluster
-from recipes.planning.gpus import DEVICES, SHARES
+from recipes.planning.hardware.gpus import DEVICES, SHARES
 from recipes.planning.plan import Planner
 from tests.recipes.algorithms.sharding.fsdp_ranks import CONTRASTIVE, GRADIENTS, LOW_PRECISION, RUN, RUNS, UNITS, WIDER
 from tests.recipes.training.fake_run import FakeRun

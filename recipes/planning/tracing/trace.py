@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from recipes.models.task import Task
-from recipes.planning.autocast import MetaAutocast
-from recipes.planning.gpu_kernels import GpuKernels
+from recipes.planning.tracing.autocast import MetaAutocast
+from recipes.planning.tracing.gpu_kernels import GpuKernels
 
 Kind = Literal["convolution", "product", "attention", "other"]
 BYTES = 2  # of a bf16 number

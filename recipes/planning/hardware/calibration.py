@@ -19,8 +19,8 @@ from data.cost import count_text, size_text
 from data.system.memory import MEMORY
 from data.system.process_groups import leave
 from recipes.models.sampling import DTYPES
-from recipes.planning.gpus import Device, Shares
-from recipes.planning.link_rate import all_reduce_rate, synchronize
+from recipes.planning.hardware.gpus import Device, Shares
+from recipes.planning.hardware.link_rate import all_reduce_rate, synchronize
 
 SMALLEST, LARGEST = 256, 16384  # sides of the matrices
 ENOUGH = 0.05  # seconds: a product that takes as long is timed well, and is not enlarged

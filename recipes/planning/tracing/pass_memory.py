@@ -21,8 +21,8 @@ from data.cost import FLOAT
 from recipes.algorithms.modules.activation_checkpointing import recompute
 from recipes.models.autoregressive.loss import CHUNK
 from recipes.models.task import Task
-from recipes.planning.autocast import MetaAutocast
-from recipes.planning.gpu_kernels import GpuKernels
+from recipes.planning.tracing.autocast import MetaAutocast
+from recipes.planning.tracing.gpu_kernels import GpuKernels
 
 FEWEST = 4  # samples that are followed, besides FACTOR times as many: any other number follows from these two
 FACTOR = 32

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from recipes.planning.trace import trace
+from recipes.planning.tracing.trace import trace
 
 B, S, H, D = 2, 5, 3, 8  # samples, positions, heads, and width of each
 

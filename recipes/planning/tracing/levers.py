@@ -19,7 +19,7 @@ from recipes.models.autoregressive.task import Autoregressive
 from recipes.models.blocks.norms import fuse_group_norms
 from recipes.models.kernels.fused_norm import FusedGroupNorm
 from recipes.models.task import Task
-from recipes.planning.autocast import DTYPE
+from recipes.planning.tracing.autocast import DTYPE
 
 
 def apply_levers(recipe: Recipe, task: Task) -> None:

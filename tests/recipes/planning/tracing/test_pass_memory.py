@@ -9,10 +9,10 @@ from torch import nn
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe, load_config
 from recipes.planning.batches import blank_batch, traced_model
-from recipes.planning.levers import apply_levers
-from recipes.planning.pass_memory import FACTOR, FEWEST, Interval, PassMemory, follow, passes_of
+from recipes.planning.tracing.levers import apply_levers
+from recipes.planning.tracing.pass_memory import FACTOR, FEWEST, Interval, PassMemory, follow, passes_of
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 SMALL = ["model.denoiser={channels: [32, 32], attention: [true, false], heads: [1, 1]}", "data.resolution=64"]
 N = 1000  # samples of `Layers`, with which all but activations is small
 

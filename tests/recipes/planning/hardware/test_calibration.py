@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from recipes.plan import main
-from recipes.planning import calibration
-from recipes.planning.gpus import Device, Shares, device_named, write_device
+from recipes.planning.hardware import calibration
+from recipes.planning.hardware.gpus import Device, Shares, device_named, write_device
 from tests.recipes.planning.test_plan import SMALL
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 RECIPE = ["yamls/sd2_base.yaml", *SMALL, "data.resolution=64"]
 SHARES = Shares(compute=1.0, memory=1.0, links=1.0, gap=1e-6)
 MINE = Device("a machine", 64e9, 20e9, None, None, SHARES, {"fp32": 1e11, "bf16": 2e11, "fp16": 1e11})

@@ -2,7 +2,7 @@
 
 import pytest
 
-from recipes.planning.peak_flops import PEAKS, peak_flops
+from recipes.planning.hardware.peak_flops import PEAKS, peak_flops
 
 
 @pytest.mark.parametrize(

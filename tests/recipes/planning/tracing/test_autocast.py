@@ -12,12 +12,12 @@ from recipes.algorithms.modules.low_precision_norms import lower_norms
 from recipes.config.build import build, build_on_meta
 from recipes.config.recipe import Recipe, load_config
 from recipes.models.autocast import for_products, without_autocast
-from recipes.planning.autocast import TOLD, MetaAutocast
 from recipes.planning.batches import blank_batch, traced_model
-from recipes.planning.gpu_kernels import GpuKernels
-from recipes.planning.trace import trace
+from recipes.planning.tracing.autocast import TOLD, MetaAutocast
+from recipes.planning.tracing.gpu_kernels import GpuKernels
+from recipes.planning.tracing.trace import trace
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 SAMPLES = 5
 TOKENS = "layers: 3, width: 96, heads: 3, text_positions: 16, text_vocabulary: 300, side: 8, codes: 70"
 TEXTS = "layers: 3, width: 96, heads: 3, positions: 64, vocabulary: 300, dropout: 0.0"

@@ -8,12 +8,12 @@ from torch.nn import functional as F
 
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe, load_config
-from recipes.planning.autocast import MetaAutocast
 from recipes.planning.batches import blank_batch, traced_model
-from recipes.planning.levers import apply_levers
-from recipes.planning.pass_memory import follow
+from recipes.planning.tracing.autocast import MetaAutocast
+from recipes.planning.tracing.levers import apply_levers
+from recipes.planning.tracing.pass_memory import follow
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 UNET = "model.denoiser={channels: [32, 32], attention: [true, false], heads: [1, 1]}"
 TOKENS = "model={layers: 4, width: 64, heads: 2, text_positions: 64, text_vocabulary: 300, side: 8, codes: 64}"
 SAMPLES = 16
