@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
 from contextlib import nullcontext
+from functools import partial
 from inspect import signature
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,8 @@ from precompute.encoding.decode import DecodedBatches, Preparation, batches
 from precompute.encoding.pipeline import EncodePipeline
 from precompute.encoding.progress import EncodeProgress, duration
 from precompute.encoding.provenance import encoding_options, manifest_fields
+from precompute.encoding.rank_shards import RankShards
 from precompute.encoding.writer import ShardWriter, Storage
-from precompute.output.claims import Claims
 from precompute.output.output_set import CONFIG, MERGING, NothingEncoded, OutputSet
 from precompute.output.problems import Problem
 from precompute.output.totals import counts_text
@@ -51,28 +50,12 @@ def run(config: EncodeConfig, sources: dict[str, Source], sets: dict[str, Output
         ValueError: the device does not exist, the encoders do not fit the config, a folder holds values made with
             other options, or input shards could not be read.
     """
-    shards = [InputShard(label, shard) for label, output in sets.items() for shard in output.shards]
-    own = rank.share(shards)
-    # Tasks of an array may start hours apart, so the age of a note says nothing. A note counts until the rank that has
-    # the shard in its share starts again; whatever the number of ranks, there is one. It removes the note first of all:
-    # of ranks that start together, none looks at the notes before it has loaded the encoders. Where a rank starts much
-    # later than the others, these may name a shard that it is still to try. It completes the set all the same.
-    claims = {label: Claims(output, rank.rank) for label, output in sets.items()}
-    for label, output in sets.items():
-        mine = {shard.shard for shard in own if shard.label == label}
-        output.forget_unreadable(mine)
-        claims[label].forget(mine)
+    # Two ranks that upload the same files would abort each other's uploads (`data.remote.multipart`).
+    take_over = config.take_over and config.upload is None and rank.world > 1
+    shards = RankShards(sets, rank, take_over, config.workers)
+    shards.forget_earlier_starts()
     device = pick_device(config.device, rank.local)
-    # The second pass in fp32 and `precision: fp32` mean fp32, not TF32 with its ten bits.
-    torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cudnn.benchmark = True
-    if config.text_encoder is not None and config.text_encoder.name == "open_clip_text":
-        # Not where it is built: what was trained on a set of an earlier version needs the encoder of that set.
-        named = signature(open_clip_text).bind(**config.text_encoder.args)
-        named.apply_defaults()
-        check_activation(named.arguments["model"], named.arguments["pretrained"], "text_encoder")
-    images: ImageEncoder = build(config.image_encoder).to(device)
-    texts: TextEncoder | None = None if config.text_encoder is None else build(config.text_encoder).to(device)
+    images, texts = load_encoders(config, device)
     columns = columns_of(config, images, texts)
     made_with = encoding_options(config, images, texts)
     options = {label: made_with | source_options(config.sources[label]) for label in sets}
@@ -82,11 +65,11 @@ def run(config: EncodeConfig, sources: dict[str, Source], sets: dict[str, Output
         if texts is not None:
             store_null_text(output.out / NULL_TEXT, texts)
 
-    encoded = {shard for shard in own if sets[shard.label].is_encoded(shard.shard)}
-    todo = [shard for shard in own if shard not in encoded]
+    todo = shards.left()
     encoders = ", ".join(f"{encoder.id} ({encoder.precision})" for encoder in (images, texts) if encoder is not None)
     every_rank.info(
-        f"encode: rank {rank.rank} of {rank.world} on {device}: {len(todo)} of {len(shards)} shards to do, {encoders}"
+        f"encode: rank {rank.rank} of {rank.world} on {device}: {len(todo)} of {len(shards.all)} shards to do, "
+        f"{encoders}"
     )
 
     storage = Storage(config.size_limit, config.compression, tuple(config.hashes))
@@ -95,62 +78,35 @@ def run(config: EncodeConfig, sources: dict[str, Source], sets: dict[str, Output
         folder = sets[shard.label].partial(shard.shard, rank.rank)
         return ShardWriter(folder, shard.shard, columns, storage, options[shard.label])
 
-    def upload(shard: InputShard) -> None:
-        if (files := sets[shard.label].to_upload(shard.shard)) is not None:
-            uploads.add(files)
-
-    # Two ranks that upload the same files would abort each other's uploads (`data.remote.multipart`).
-    shared = config.take_over and config.upload is None and rank.world > 1
-
-    def begin(shard: InputShard) -> bool:
-        return not shared or claims[shard.label].take(shard.shard)
-
-    def publish(shard: InputShard) -> None:
-        sets[shard.label].publish(shard.shard, rank.rank)
-        if shared:
-            claims[shard.label].release(shard.shard)
-        upload(shard)
-
-    def give_up(shard: InputShard, problem: Problem) -> None:
-        sets[shard.label].note_unreadable(shard.shard, problem)
-        if shared:
-            claims[shard.label].release(shard.shard)
-
-    def keep(written: Collection[InputShard]) -> None:
-        if shared:
-            for label, claim in claims.items():
-                claim.keep([shard.shard for shard in written if shard.label == label])
-
-    tried: set[InputShard] = set()
-
-    def more() -> list[InputShard]:
-        """Shards that no rank has begun: a part of them, since others end as well. They are of other ranks, or this
-        one's that another rank had begun and gave up."""
-        if not shared:
-            return []
-        free = [
-            InputShard(label, shard)
-            for label in sets
-            for shard in claims[label].free({one.shard for one in tried | pipeline.failed.keys() if one.label == label})
-        ]
-        # Others may have taken the first of them meanwhile, and those behind them are still free.
-        taken = list(islice(filter(begin, free), max(1, config.workers, len(free) // (2 * rank.world))))
-        tried.update(taken)
-        if free:
-            every_rank.info(f"encode: rank {rank.rank} takes over {len(taken)} of {len(free)} shards")
-        return taken
-
     known = next((size for output in sets.values() if (size := output.samples_per_shard())), None)
     progress = EncodeProgress(len(todo), known, quiet=rank.rank != 0)
-    pipeline = EncodePipeline(images, texts, open_writer, publish, progress, give_up, keep)
     with Uploads(config.upload is not None) as uploads:
-        for shard in own:
-            if shard in encoded and not sets[shard.label].is_done(shard.shard):
-                upload(shard)  # a job that made no copy, or was ended before
-        if todo or shared:
-            _encode(pipeline, todo, sources, preparation_of(config, texts), config, rank, begin, more)
+        publish = partial(shards.publish, uploads=uploads)
+        pipeline = EncodePipeline(images, texts, open_writer, publish, progress, shards.give_up, shards.keep)
+        if config.upload is not None:
+            shards.upload_rest(uploads)
+        if todo or take_over:
+            _encode(pipeline, shards, todo, sources, preparation_of(config, texts), config, rank)
     failed = {shard.shard: problem for shard, problem in pipeline.failed.items()}
     _finish(config, sets, rank, manifest_fields(config, images, texts, columns), options, failed)
+
+
+def load_encoders(config: EncodeConfig, device: torch.device) -> tuple[ImageEncoder, TextEncoder | None]:
+    """The encoders of a job, on their device; None where captions are not embedded.
+
+    Raises:
+        ValueError: an encoder cannot be opened, or has another activation than its weights were trained with.
+    """
+    # The second pass in fp32 and `precision: fp32` mean fp32, not TF32 with its ten bits.
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.benchmark = True
+    if config.text_encoder is not None and config.text_encoder.name == "open_clip_text":
+        # Not where it is built: what was trained on a set of an earlier version needs the encoder of that set.
+        named = signature(open_clip_text).bind(**config.text_encoder.args)
+        named.apply_defaults()
+        check_activation(named.arguments["model"], named.arguments["pretrained"], "text_encoder")
+    images = build(config.image_encoder).to(device)
+    return images, None if config.text_encoder is None else build(config.text_encoder).to(device)
 
 
 def _finish(
@@ -213,13 +169,12 @@ def _finish(
 
 def _encode(
     pipeline: EncodePipeline,
+    shards: RankShards,
     todo: list[InputShard],
     sources: dict[str, Source],
     preparation: Preparation,
     config: EncodeConfig,
     rank: Rank,
-    begin: Callable[[InputShard], bool],
-    more: Callable[[], list[InputShard]],
 ) -> None:
     """Encodes shards. When a process dies of a picture, the shards that are not finished are begun again without it.
 
@@ -227,13 +182,12 @@ def _encode(
 
     Args:
         pipeline: encodes and writes.
+        shards: of this rank; when `todo` are done, it goes on with those that it takes over.
         todo: shards of this rank's share.
         sources: by label.
         preparation: how images are decoded.
         config: of the job.
         rank: of this process.
-        begin: see `DecodedBatches`.
-        more: called when all are done; gives shards to go on with, or none.
     """
     progress = pipeline.progress
     crashes = CrashLog(Path(config.out), str(rank.rank), DECODING)
@@ -246,7 +200,7 @@ def _encode(
     started = time.monotonic()
     left, known = todo, False
     try:
-        while left or (left := more()):
+        while left or (left := shards.take_more(pipeline.failed.keys())):
             progress.shards = len(pipeline.finished) + len(left)
             for number, death in [] if known else earlier:
                 if death.positions[0].shard in left:
@@ -256,7 +210,7 @@ def _encode(
             left = [shard for shard in left if shard not in pipeline.failed]
             if not left:
                 continue
-            decoded = DecodedBatches(left, sources, preparation, quarantine.killers, note, begin)
+            decoded = DecodedBatches(left, sources, preparation, quarantine.killers, note, shards.begin)
             try:
                 with worker_deaths(decoded.places, config.workers), noted():
                     pipeline.run(batches(decoded, config.workers, config.prefetch, pin))
