@@ -92,9 +92,10 @@ def test_each_epoch_draws_other_crops_and_merges(load, stored, vocabulary):
             seen[caption].add(tuple(text))
             rows = stored[caption]["tokens_32"].tolist()
             assert image in rows
-            crops[rows.index(image)] += 1
+            if rows.count(image) == 1:  # two crops of a picture may have the same tokens
+                crops[rows.index(image)] += 1
     assert seen.keys() == stored.keys() and all(len(texts) > 1 for texts in seen.values())
-    assert min(crops[crop] for crop in range(3)) > 40  # of 240; 80 each on average
+    assert min(crops[crop] for crop in range(3)) > 10  # of about 150
     again, other = epoch(load(dropout=0.3)), epoch(load(dropout=0.3, seed=18))
     assert again == first and sorted(other) != sorted(first)
 
