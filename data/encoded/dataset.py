@@ -20,11 +20,14 @@ from typing import Any
 import numpy as np
 import torch
 from streaming import Stream, StreamingDataLoader
-from streaming.base.batching import generate_work
+from streaming.base.batching import batching_methods, generate_work
+from streaming.base.world import World
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from data.encoded.column_reader import DamagedError, StoredSample, column_readers
 from data.encoded.fetching import FetchingDataset, NoAnswer, NotFetched, WholeStream
+from data.encoded.next_order import NextOrder
 from data.encoded.sets import EncodedSet
 from data.encoded.shared_batches import BatchBlocks, Specs, bytes_of
 from data.encoded.shared_names import lock_cache, own_names
@@ -38,6 +41,10 @@ PREFETCH = 4  # batches that are ready or being read, per worker
 # their batches, they end the run after 600 s, in a collective; where all wait for the same store, none does.
 LONGEST_WAIT = 1800
 LONGEST_SEARCH = 20.0  # seconds, for the keys of samples
+AHEAD_FROM = 1 << 20  # samples of an epoch whose order is made before it begins; of fewer, that takes no second
+
+# streaming calls its batching method for the order of an epoch.
+batching_methods["ahead"] = lambda dataset, *place: dataset.order(*place)
 
 
 # streaming warns in each epoch that positions must count the samples of copies once, which `EncodedLoader` does.
@@ -74,6 +81,8 @@ class EncodedDataset(FetchingDataset):
             except ValueError as error:  # streaming's own checks, such as of the size of the cache
                 kind = Outage if isinstance(error, Outage) else ValueError
                 raise kind(f"data: {one_line(error)}") from None
+        self._batching, self.batching_method = self.batching_method, "ahead"
+        self._next_order = NextOrder()
         self.weighted = weighted
         self._weights: np.ndarray | None = None  # (samples stored,) float32, of the epoch that is being read
         world = self._unique_rank_world
@@ -135,7 +144,35 @@ class EncodedDataset(FetchingDataset):
         own = super()._get_work(epoch, sample_in_epoch)
         if self.weighted:
             self._weights = self.weights(epoch, sample_in_epoch)
+        elif self._unique_worker_world.is_local_leader and get_worker_info() and self.epoch_size >= AHEAD_FROM:
+            world, following = self._parallel_worker_world, epoch + 1
+            self._next_order.begin(
+                self._order_key(world, following, 0), lambda: self._make_order(world, following, 0)
+            )
         return own
+
+    def order(self, world: World, epoch: int, sample_in_epoch: int) -> np.ndarray:
+        """The numbers of the samples of an epoch, in the order in which they are read.
+
+        Args:
+            world: the processes that read.
+            epoch: number of the epoch.
+            sample_in_epoch: number of samples that all ranks have seen of it.
+
+        Returns:
+            (machines, ranks per machine, workers per rank, batches per worker, batch size) int64, -1 for none.
+        """
+        made = self._next_order.take(self._order_key(world, epoch, sample_in_epoch))
+        return self._make_order(world, epoch, sample_in_epoch) if made is None else made
+
+    def _make_order(self, world: World, epoch: int, sample_in_epoch: int) -> np.ndarray:
+        return generate_work(self._batching, self, world, epoch, sample_in_epoch)
+
+    def _order_key(self, world: World, epoch: int, sample_in_epoch: int) -> tuple[int | None, ...]:
+        """What an order depends on and a resumption may change."""
+        places = world.num_nodes, world.ranks_per_node, world.workers_per_rank
+        state = self.num_canonical_nodes, self.initial_physical_nodes, self.shuffle_seed, self.shuffle_block_size
+        return (epoch, sample_in_epoch, *places, *state)
 
     def weights(self, epoch: int, sample_in_epoch: int = 0) -> np.ndarray:
         """The weight with which each stored sample counts at each of its appearances in an epoch, float32.
@@ -145,7 +182,7 @@ class EncodedDataset(FetchingDataset):
         mean over the epoch, for any number of ranks.
         """
         _, wanted = self.resample_streams(epoch)
-        given = generate_work(self.batching_method, self, self._parallel_worker_world, epoch, sample_in_epoch)
+        given = self._make_order(self._parallel_worker_world, epoch, sample_in_epoch)
         stored = int(self.samples_per_shard.sum())
         appearances = np.bincount(given[given >= 0], minlength=stored)
         wanted = np.bincount(wanted, minlength=stored)
