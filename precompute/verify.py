@@ -1,6 +1,7 @@
 """Check an encoded set: its files against their hashes, and random records against a second encoding of their images.
 
     python precompute/verify.py runs/openmoji/latents/train
+    python precompute/verify.py runs/docs/packed/docs                       # packed texts: the files only
     python precompute/verify.py yamls/openmoji_encode.yaml --records=64 --seed=0 --out=runs/verified --workers=8
 
 The argument is the folder of one set, or the YAML of an encode job with the overrides with which the job ran. Every
@@ -8,6 +9,9 @@ file is read once, by `workers` processes (by default one per CPU core, at most 
 where it stopped. `records` random samples are read from their source again and encoded at other batch sizes and in
 fp32. LABEL.json with the results, and LABEL.png with decoded samples beside the originals, are written into `--out`, by
 default the folder `verified` beside the sets. Exits with status 1 if the set has faults.
+
+Of a set of packed texts, files, numbers of rows, their lengths and tokens, and the vocabulary are compared with
+index.json and text.json; the texts are not packed again.
 """
 
 import argparse
@@ -42,6 +46,23 @@ def without_others(file: Path, label: str) -> list[str]:
     return [f"sources={json.dumps(dict.fromkeys(others))}"] if others else []
 
 
+def _packs(file: str) -> bool:
+    """Whether a YAML is of a job that packs texts."""
+    try:
+        return Path(file).is_file() and "positions" in read_values(Path(file), [])
+    except ConfigError:  # as above
+        return False
+
+
+def _verify_packed(folder: Path, options: argparse.Namespace, others: list[str]) -> bool:
+    if others:
+        fail([f"{others[0]}: {folder} is a set of packed texts, which are checked with --out and --workers only"])
+    with user_errors():
+        from precompute.checking.packed import verify_packed
+
+        return verify_packed(folder, options.out or folder.parent / "verified", options.workers)
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser("verify.py", add_help=False, allow_abbrev=False)
     parser.add_argument("--records", type=int, default=64)
@@ -49,13 +70,19 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=path_of)
     parser.add_argument("--workers", type=int, default=min(8, len(os.sched_getaffinity(0))))
     options, rest = parser.parse_known_args(arguments)
+    if options.records < 1:
+        fail([f"--records={options.records}; give 1 or more"])
+    if options.seed < 0:
+        fail([f"--seed={options.seed}; give 0 or more"])
+    if options.workers < 1:
+        fail([f"--workers={options.workers}; give 1 or more"])
     label = None
     if rest and Path(rest[0]).is_dir():
         folder = Path(rest[0]).absolute()
         if not (folder / MANIFEST).is_file():
             if (folder / PACKED).is_file():
-                fail([f"{folder}: a set of packed texts; verify.py checks sets of precompute/encode.py only"])
-            sets = sorted(str(file.parent) for file in folder.glob(f"*/{MANIFEST}"))
+                return 0 if _verify_packed(folder, options, rest[1:]) else 1
+            sets = sorted(str(file.parent) for name in (MANIFEST, PACKED) for file in folder.glob(f"*/{name}"))
             fail([f"{folder}: not an encoded set, it has no {MANIFEST}{f'; give {sets[0]}' if sets else ''}"])
         if not (folder / CONFIG).is_file():
             fail([f"{folder}: no {CONFIG} in it; give the YAML of the job that encoded the set"])
@@ -63,14 +90,10 @@ def main(arguments: list[str]) -> int:
         rest = [str(folder / CONFIG), *without_others(folder / CONFIG, label), *rest[1:], f"out={folder.parent}"]
     elif rest and re.fullmatch("[^-=][^=]*", rest[0]) and not Path(rest[0]).suffix and not Path(rest[0]).exists():
         fail([f"{rest[0]}: no such folder"])
+    elif rest and _packs(rest[0]):
+        fail([f"{rest[0]}: a job of precompute/pack.py; give the folder of one of its sets"])
     command = read_command_line(rest, EncodeConfig, __doc__)
     config: EncodeConfig = command.config
-    if options.records < 1:
-        fail([f"--records={options.records}; give 1 or more"])
-    if options.seed < 0:
-        fail([f"--seed={options.seed}; give 0 or more"])
-    if options.workers < 1:
-        fail([f"--workers={options.workers}; give 1 or more"])
     if command.dry_run:
         fail(["--dry-run: verify.py only reads, it has nothing to try"])
     if label is not None and label not in config.sources:

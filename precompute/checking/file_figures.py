@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from math import prod
@@ -11,17 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from streaming.base.format import Reader, reader_from_json
 from streaming.base.hashing import get_hash
 
-from data.encoded.column_reader import ColumnReader
+from data.encoded.column_reader import ArrayColumn, ColumnReader
 from data.encoded.manifest import Manifest
 from data.encoded.mds_index import HASHES, Shard
 from data.sources.mds import locate
+from data.system.log import log
 
 CHUNK = 64  # samples that are looked at together
 FINITE, LARGEST = 0x7C00, 0x7BFF  # of the bits of fp16 without the sign: all below are finite; the largest of these
 CODES = 1 << 16  # of uint16
+TEXTS = ("key", "caption")  # text columns of encoded images
+FAULTS = 20  # lines that are printed
 
 
 @dataclass
@@ -140,13 +144,16 @@ def array_columns(manifest: Manifest) -> dict[str, Column]:
     return columns
 
 
-def file_figures(folder: Path, entry: Shard, columns: Mapping[str, Column]) -> FileFigures:
+def file_figures(
+    folder: Path, entry: Shard, columns: Mapping[str, Column], texts: Sequence[str] = TEXTS
+) -> FileFigures:
     """Reads an MDS file once, compares it with the index, and counts its values.
 
     Args:
         folder: of the set.
         entry: of the file, in the index of the set.
         columns: see `array_columns`.
+        texts: names of the text columns.
     """
     found = FileFigures()
     data, there = b"", 0
@@ -175,11 +182,20 @@ def file_figures(folder: Path, entry: Shard, columns: Mapping[str, Column]) -> F
             file = locate(folder, entry, scratch)
             if file != where:
                 data = file.read_bytes()
-            reader = _Reader(_info(entry, file), {name: name for name in columns}, data)
+            reader = _Reader(_info(entry, file), {name: name for name in columns}, data, texts)
     except MemoryError:  # the file may be whole
         raise
     except Exception as error:  # compression libraries have errors of their own
         found.faults.append(f"{where}: cannot be opened ({error})")
+        return found
+    for name, column in columns.items():
+        stored = reader.arrays[name]
+        if stored != ArrayColumn(column.shape, torch.from_numpy(np.empty(0, column.dtype)).dtype):
+            found.faults.append(
+                f"{where}: column {name} has {stored.dtype} {stored.shape} by the index, and {column.dtype} "
+                f"{column.shape} by the manifest"
+            )
+    if found.faults:
         return found
     _count(reader, {name: column for name, column in columns.items() if column.counted}, found)
     return found
@@ -187,7 +203,7 @@ def file_figures(folder: Path, entry: Shard, columns: Mapping[str, Column]) -> F
 
 def open_file(folder: Path, entry: Shard, columns: Mapping[str, str], scratch: Any) -> ColumnReader:
     """A reader of an MDS file, decompressed into the file `scratch` where it must be. See `ColumnReader`."""
-    return ColumnReader(_info(entry, locate(folder, entry, scratch)), columns, ("key", "caption"))
+    return ColumnReader(_info(entry, locate(folder, entry, scratch)), columns, TEXTS)
 
 
 def _info(entry: Shard, file: Path) -> Reader:
@@ -198,8 +214,8 @@ def _info(entry: Shard, file: Path) -> Reader:
 class _Reader(ColumnReader):
     """A `ColumnReader` of a file that is in memory."""
 
-    def __init__(self, shard: Reader, columns: Mapping[str, str], data: bytes) -> None:
-        super().__init__(shard, columns, ("key", "caption"))
+    def __init__(self, shard: Reader, columns: Mapping[str, str], data: bytes, texts: Sequence[str]) -> None:
+        super().__init__(shard, columns, texts)
         self._data = memoryview(data)
 
     def get_sample_data(self, idx: int) -> memoryview:
@@ -224,3 +240,12 @@ def _count(reader: ColumnReader, columns: Mapping[str, Column], found: FileFigur
         found.samples += size
         for name, column in columns.items():
             found.columns.setdefault(name, ColumnFigures()).add(column.figures(memory[name][:size]))
+
+
+def print_faults(faults: Sequence[str], file: Path) -> None:
+    """Prints the first faults of a set, and in which file its figures are."""
+    for fault in faults[:FAULTS]:
+        log.info(f"  fault: {fault}")
+    if len(faults) > FAULTS:
+        log.info(f"  and {len(faults) - FAULTS:,} more faults")
+    log.info(f"  {'the set has faults' if faults else 'no faults'}; the figures are in {file}")

@@ -7,7 +7,7 @@ import multiprocessing
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -19,7 +19,7 @@ from data.system.files import read_if_object, write_json
 from data.system.helper_process import end_with_parent
 from data.system.interrupts import interrupts_after_forks
 from data.system.log import log
-from precompute.checking.file_figures import Column, ColumnFigures, FileFigures, file_figures
+from precompute.checking.file_figures import TEXTS, Column, ColumnFigures, FileFigures, file_figures
 
 AHEAD = 4  # files per process that are given out before their figures are taken
 LINES = 60.0  # seconds between lines of progress, each of which keeps what was found so far
@@ -31,6 +31,8 @@ def figures_of_files(
     columns: Mapping[str, Column],
     workers: int = 0,
     progress: Path | None = None,
+    texts: Sequence[str] = TEXTS,
+    manifest: str = MANIFEST,
 ) -> FileFigures:
     """The figures of all files of a set, added in the order of the index.
 
@@ -42,13 +44,15 @@ def figures_of_files(
         progress: file in which the figures so far are kept, so that a call after an interruption goes on behind them.
             Nothing is kept of a set with faults, whose files may be mended meanwhile. The caller removes the file.
             None: start with the first file.
+        texts: names of the text columns.
+        manifest: name of the set's manifest.
 
     Raises:
         ValueError: a process died.
     """
     total, begin, identity, whole = FileFigures(), 0, "", True
     if progress is not None:
-        identity = hashlib.sha256(Path(folder, INDEX).read_bytes() + Path(folder, MANIFEST).read_bytes()).hexdigest()
+        identity = hashlib.sha256(Path(folder, INDEX).read_bytes() + Path(folder, manifest).read_bytes()).hexdigest()
         total, begin = _kept(progress, identity)
         if begin:
             log.info(f"verify: goes on behind {begin:,} of {len(entries):,} files; to read all, delete {progress}")
@@ -59,7 +63,7 @@ def figures_of_files(
             _keep(progress, identity, end, total)
 
     try:
-        for one in _in_order(partial(file_figures, folder, columns=columns), entries[begin:], workers):
+        for one in _in_order(partial(file_figures, folder, columns=columns, texts=texts), entries[begin:], workers):
             whole = False  # an interrupt may come here, too
             total.add(one)
             end += 1

@@ -13,6 +13,7 @@ from data.encoded.manifest import NULL_TEXT, Manifest
 from data.image_grid import picture_grid, save_png
 from data.system.files import write_json
 from data.system.log import log
+from precompute.checking.file_figures import print_faults
 from precompute.checking.reencode import Reencoded, as_values, decoded, encode_again, null_text_faults, psnr
 from precompute.checking.survey import Survey, figures, survey
 from precompute.config import EncodeConfig
@@ -26,7 +27,6 @@ from recipes.encoders.base import ImageEncoder, TextEncoder
 NOT_COMPARED = {"request", "software", "normalisation", "caption_policy"}
 NOT_OF_ENCODERS = {"component", "id", "precision"}
 ON_SHEET = 24  # records
-FAULTS = 20  # lines that are printed
 
 
 def verify(config: EncodeConfig, labels: list[str], records: int, seed: int, out: Path, workers: int) -> bool:
@@ -132,8 +132,4 @@ def _report(folder: Path, found: Survey, again: Reencoded, values: dict[str, Any
             )
     if values.get("psnr") is not None:
         log.info(f"  decoded against the originals: PSNR {values['psnr']:.1f} dB")
-    for fault in values["faults"][:FAULTS]:
-        log.info(f"  fault: {fault}")
-    if len(values["faults"]) > FAULTS:
-        log.info(f"  and {len(values['faults']) - FAULTS:,} more faults")
-    log.info(f"  {'no faults' if values['holds'] else 'the set has faults'}; the figures are in {file}")
+    print_faults(values["faults"], file)

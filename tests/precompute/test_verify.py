@@ -299,10 +299,6 @@ def test_a_folder_that_is_no_set_says_what_to_give(copy, tmp_path, capsys):
         with pytest.raises(SystemExit):
             main([str(folder)])
         assert capsys.readouterr().err == f"error: {folder}: not an encoded set, it has no {text}\n"
-    (tmp_path / "text.json").touch()
-    with pytest.raises(SystemExit):
-        main([str(tmp_path)])
-    assert "a set of packed texts; verify.py checks sets of precompute/encode.py only" in capsys.readouterr().err
     (copy / "config.yaml").unlink()
     with pytest.raises(SystemExit):
         main([f"{folder}/trian"])

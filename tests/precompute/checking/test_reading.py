@@ -59,11 +59,11 @@ def test_an_interrupted_check_goes_on(whole, tmp_path, monkeypatch, capsys):
     folder, entries, columns, figures = whole
     progress, looked = tmp_path / "out" / "progress.json", []
 
-    def interrupted(folder, entry, columns):
+    def interrupted(folder, entry, columns, texts):
         looked.append(entry["raw_data"]["basename"])
         if len(looked) == 3:
             raise KeyboardInterrupt
-        return file_figures(folder, entry, columns)
+        return file_figures(folder, entry, columns, texts)
 
     monkeypatch.setattr(reading, "file_figures", interrupted)
     with pytest.raises(KeyboardInterrupt):
