@@ -1,4 +1,4 @@
-"""The model card of an export: what was trained, on what, and three lines that draw a picture."""
+"""The model card of an export: what was trained, on what, and three lines that draw a picture or open the model."""
 
 from __future__ import annotations
 
@@ -15,13 +15,26 @@ from diffusers import StableDiffusionPipeline
 pipeline = StableDiffusionPipeline.from_pretrained("{folder}")
 pipeline("red heart", num_inference_steps=25, guidance_scale={guidance:g}).images[0].save("red_heart.png")
 """,
-    # Run from a checkout of the repository.
+    # The rest is run in a checkout of the repository.
     "native": """\
 from recipes.generation.exports import draw
 images = draw("{folder}", ["red heart"], seeds=[0], guidance={guidance:g})  # (1, H, W, 3) uint8
 images[0]
 """,
+    "language": """\
+from pathlib import Path
+from recipes.models.language.task import load_language
+network = load_language(Path("{folder}", "transformer"))  # tokens (B, S) int64 -> hidden states (B, S, d)
+""",
+    "dvae": """\
+from pathlib import Path
+from recipes.models.dvae.files import load_dvae
+network = load_dvae(Path("{folder}"))  # tokens and decode
+""",
 }
+# What says that a model is one of those that generate nothing from captions and that no library opens.
+OWN = {"language": "transformer/config.json", "dvae": "encoder.safetensors"}
+CHECKOUT = "Run these lines in a checkout of Precompose, which trained the model: no other program opens this folder."
 
 
 def model_card(export: Path, layout: str, out: str, guidance: float | None) -> str:
@@ -52,9 +65,11 @@ def model_card(export: Path, layout: str, out: str, guidance: float | None) -> s
     metadata += ["pipeline_tag: text-to-image"] if guidance is not None else []
     lines = ["---", *metadata, "---", ""] if metadata else []
     lines += [f"# {record['run_name']}", ""]
-    if guidance is not None:
-        snippet = SNIPPETS[layout].format(folder=out, guidance=guidance)
+    named = layout if guidance is not None else next((n for n, file in OWN.items() if (export / file).is_file()), None)
+    if named is not None:
+        snippet = SNIPPETS[named].format(folder=out, guidance=guidance or 0.0)
         lines += ["```python", snippet.rstrip(), "```", ""]
+        lines += [CHECKOUT, ""] if named != "diffusers" else []
     lines += ["| | |", "| --- | --- |", *(f"| {name} | {_cell(value)} |" for name, value in facts.items()), ""]
     return "\n".join(lines)
 

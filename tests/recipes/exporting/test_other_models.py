@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from recipes.config.recipe import Recipe, load_config
 from recipes.export import main
 from recipes.generation.exports import draw
-from recipes.models.language.task import load_language
 from tests.recipes.errors import last_error
 from tests.recipes.exporting.runs import a_run
 
@@ -33,6 +32,15 @@ def refuse(capsys, *arguments):
     return last_error(main, arguments, capsys)
 
 
+def run_card(out):
+    """Runs the lines of a model card as they are, in this checkout, which it asks for; returns what they define."""
+    code, rest = (out / "README.md").read_text().split("```python\n")[1].split("```")
+    assert len(code.splitlines()) == 3 and rest.startswith("\n\nRun these lines in a checkout of Precompose, which ")
+    names = {}
+    exec(code.replace(f'"{out.name}"', f'"{out}"'), names)
+    return names
+
+
 def test_a_token_model_draws_in_three_lines(token_recipe, tmp_path, capsys):
     path, task = a_run(token_recipe(tmp_path / "run", *AUTOREGRESSIVE, "training.device=cpu"))
     export(path, tmp_path / "out")
@@ -42,11 +50,7 @@ def test_a_token_model_draws_in_three_lines(token_recipe, tmp_path, capsys):
     assert not (out / "transformer_ema").exists() and not (out / "done.json").exists()
     written, known = load_file(out / "transformer" / "model.safetensors"), task.network.state_dict()
     assert all(torch.equal(written[name], known[name] / 2) for name in known)
-    # The model card's lines, run as they are.
-    code = (out / "README.md").read_text().split("```python\n")[1].split("```")[0]
-    assert len(code.splitlines()) == 3
-    names = {}
-    exec(code.replace('"out"', f'"{out}"'), names)
+    names = run_card(out)
     assert names["images"].shape == (1, 32, 32, 3) and names["images"].dtype == np.uint8
     assert (names["images"] == draw(out, ["red heart"], seeds=[0], guidance=1.0)).all()
     # Where the vocabulary has gone, an export has it.
@@ -85,7 +89,18 @@ def test_other_models_keep_their_own_format(tmp_path, drawings):
     vae = AutoencoderKL.from_pretrained(tmp_path / "out", low_cpu_mem_usage=False)
     known = task.network.state_dict()
     assert all(torch.equal(tensor, known[name]) for name, tensor in vae.state_dict().items())
-    assert (tmp_path / "out" / "README.md").read_text().startswith(f"# {recipe.run_name}\n")  # no empty metadata
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.startswith(f"# {recipe.run_name}\n")  # no empty metadata
+    assert "checkout" not in card
+
+
+def test_the_card_of_a_dvae_opens_it(tmp_path, drawings):
+    source = [f"data.source.urls={drawings}/train/*.tar", "evals={}", f"output={tmp_path}/run"]
+    small = ["model={codes: 8, hidden: 8, blocks: 1}", "training.device=cpu"]
+    path, task = a_run(load_config(ROOT / "yamls" / "openmoji_dvae.yaml", [*source, *small], Recipe), average=False)
+    export(path, tmp_path / "out")
+    written, known = run_card(tmp_path / "out")["network"].state_dict(), task.network.state_dict()
+    assert all(torch.equal(written[name], known[name]) for name in known)
 
 
 def test_a_language_model_has_its_vocabulary(text_sets, tmp_path, capsys):
@@ -94,7 +109,7 @@ def test_a_language_model_has_its_vocabulary(text_sets, tmp_path, capsys):
     sizes = "model={layers: 1, width: 8, heads: 1, positions: 16, vocabulary: 320}"
     path, task = a_run(load_config(ROOT / "yamls" / "docs_gpt2.yaml", [*paths, sizes], Recipe))
     export(path, tmp_path / "out")
-    written, known = load_language(tmp_path / "out" / "transformer").state_dict(), task.network.state_dict()
+    written, known = run_card(tmp_path / "out")["network"].state_dict(), task.network.state_dict()
     assert all(torch.equal(written[name], known[name] / 2) for name in known)
     vocabulary = (text_sets / "docs" / "vocabulary.json").read_bytes()
     assert (tmp_path / "out" / "vocabulary.json").read_bytes() == vocabulary
