@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -97,13 +98,21 @@ def load_first_weights(recipe: Recipe, task: Task) -> None:
         )
 
 
-def started_from(recipe: Recipe) -> str | None:
+def started_from(recipe: Recipe, output: Path | None = None) -> str | None:
     """The name of the model whose weights a run starts with: that of its run, or else of its folder; None: new weights.
 
-    It is published with the model, so it is not the path.
+    It is published with the model, so it is not the path. If the folder has gone, an earlier export of the run says it.
+
+    Args:
+        recipe: of the run.
+        output: the run's folder; None: as the recipe says.
     """
     if recipe.checkpoints.load_weights is None:
         return None
+    if not os.path.exists(recipe.checkpoints.load_weights):
+        known = read_if_object(Path(output or recipe.output, "export", "export.json")).get("started_from")
+        if isinstance(known, str):
+            return known
     folder = Path(recipe.checkpoints.load_weights).absolute()
     if folder.name.removesuffix("_ema") in ("unet", "transformer") and not (folder / "export.json").is_file():
         folder = folder.parent  # of the export or pipeline of which this is the network

@@ -58,7 +58,7 @@ def from_checkpoint(
         "checkpoint": path.name,
         "weights": "averaged" if averaged else "as trained",
     }
-    if (origin := started_from(recipe)) is not None:
+    if (origin := started_from(recipe, path.parents[1])) is not None:
         record["started_from"] = origin
     if loading.manifest is not None:
         encoders_of(loading.manifest, bundle)  # now, and not when somebody else opens the folder

@@ -1,6 +1,7 @@
 """What a run says of `checkpoints.load_weights` that are another model's."""
 
 import re
+import shutil
 
 import pytest
 
@@ -57,6 +58,13 @@ def test_the_name_of_the_model_that_a_run_starts_with(small_recipe, tmp_path, fo
     (tmp_path / folder).mkdir(parents=True)
     write_json(tmp_path / folder / "export.json", {"run_name": "phase_1"})
     assert started_from(recipe) == "phase_1"
+    # If it is removed after the run's first export, that has the name.
+    write_json(tmp_path / "export" / "export.json", {"run_name": "phase_2", "started_from": "phase_1"})
+    shutil.rmtree(tmp_path / folder)
+    assert started_from(recipe) == "phase_1"
+    assert started_from(recipe, tmp_path / "moved") == name
+    (tmp_path / folder).mkdir()
+    assert started_from(recipe) == name
 
 
 @pytest.mark.parametrize("network", ["unet", "unet_ema", "transformer"])

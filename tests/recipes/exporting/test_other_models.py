@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from data.system.files import write_json
 from recipes.config.recipe import Recipe, load_config
 from recipes.export import main
 from recipes.generation.exports import draw
@@ -107,8 +108,12 @@ def test_a_language_model_has_its_vocabulary(text_sets, tmp_path, capsys):
     paths = [f"data.streams.{name}.path={text_sets}/{name}" for name in ("docs", "captions")]
     paths += [f"evals.val.streams.val.path={text_sets}/docs_val", f"output={tmp_path}/run", "training.device=cpu"]
     sizes = "model={layers: 1, width: 8, heads: 1, positions: 16, vocabulary: 320}"
-    path, task = a_run(load_config(ROOT / "yamls" / "docs_gpt2.yaml", [*paths, sizes], Recipe))
+    recipe = load_config(ROOT / "yamls" / "docs_gpt2.yaml", [*paths, sizes], Recipe)
+    recipe.checkpoints.load_weights = f"{tmp_path}/gone/export"
+    path, task = a_run(recipe)
+    write_json(tmp_path / "run" / "export" / "export.json", {"started_from": "phase_1"})
     export(path, tmp_path / "out")
+    assert "| Started from | weights of phase_1 |" in (tmp_path / "out" / "README.md").read_text()
     written, known = run_card(tmp_path / "out")["network"].state_dict(), task.network.state_dict()
     assert all(torch.equal(written[name], known[name] / 2) for name in known)
     vocabulary = (text_sets / "docs" / "vocabulary.json").read_bytes()
@@ -117,7 +122,7 @@ def test_a_language_model_has_its_vocabulary(text_sets, tmp_path, capsys):
     config = tmp_path / "run" / "config.yaml"
     config.write_text(config.read_text().replace(str(text_sets), "gone"))
     assert "vocabulary.json: not there" in refuse(capsys, path, tmp_path / "again")
-    shutil.copytree(tmp_path / "out", tmp_path / "run" / "export")
+    shutil.copytree(tmp_path / "out", tmp_path / "run" / "export", dirs_exist_ok=True)
     assert "vocabulary.json: not there" in refuse(capsys, path, tmp_path / "again", "--data", tmp_path)
     export(path, tmp_path / "again")
     assert (tmp_path / "again" / "vocabulary.json").read_bytes() == vocabulary
