@@ -9,7 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from data.system.disk_errors import disk_error
 from data.system.errors import Outage, one_line
@@ -18,6 +18,7 @@ from data.system.log import log
 if TYPE_CHECKING:
     from streaming.base.storage import CloudDownloader
 
+T = TypeVar("T")
 ATTEMPTS = 7  # to copy a file, with pauses of 1, 2, 4, ... 32 s between them: a minute, in which servers restart
 LONG = 8.0  # seconds of a pause that is announced
 CREDENTIAL = "whether the address is right and the credential has expired"
@@ -26,7 +27,7 @@ NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFo
 
 def fetch(
     address: str, path: Path, timeout: float, attempts: int | None = None, downloader: CloudDownloader | None = None
-) -> None:
+) -> bool:
     """Copy a file to this disk. After an error there is no file, also where a part of it had come.
 
     Args:
@@ -36,6 +37,9 @@ def fetch(
         attempts: how often the file is asked for, with pauses; None: `ATTEMPTS`. After a refusal, or where there are no
             credentials, it is not asked for again.
         downloader: mosaicml-streaming's, which keeps its client for the next file; None: a new one.
+
+    Returns:
+        Whether the server gives no length, so that a part of the file would look like all of it.
 
     Raises:
         FileNotFoundError: some downloaders raise it where there is no such file.
@@ -48,7 +52,7 @@ def fetch(
 
         downloader = CloudDownloader.get(address)
 
-    def ask() -> None:
+    def ask() -> bool:
         path.unlink(missing_ok=True)  # downloaders take a file that is there for whole
         try:
             if web:
@@ -56,16 +60,17 @@ def fetch(
             downloader.download(address, str(path), timeout)
             if not path.is_file():  # Google's, with the keys of S3's protocol, passes over most errors
                 raise ConnectionError(f"{address}: no answer that says why")
+            return False
         except Exception:
             path.unlink(missing_ok=True)
             if downloader is not None:
                 downloader.clean_up()  # the next attempt makes a new client
             raise
 
-    ask_again(ask, address, attempts)
+    return ask_again(ask, address, attempts)
 
 
-def ask_again(ask: Callable[[], None], address: str, attempts: int | None = None) -> None:
+def ask_again(ask: Callable[[], T], address: str, attempts: int | None = None) -> T:
     """Call `ask`, which asks a store for something, until it raises no error.
 
     Args:
@@ -73,6 +78,9 @@ def ask_again(ask: Callable[[], None], address: str, attempts: int | None = None
         address: of what is asked for.
         attempts: how often it is called, with pauses; None: `ATTEMPTS`. After a refusal, or where there are no
             credentials, it is not called again.
+
+    Returns:
+        What `ask` does.
 
     Raises:
         Exception: the error of the last call.
@@ -104,12 +112,13 @@ def without_logins(text: str) -> str:
     return re.sub(r"(?<=://)[^/?#@\s]*@", "", text)
 
 
-def _fetch_http(address: str, path: Path, timeout: float) -> None:
+def _fetch_http(address: str, path: Path, timeout: float) -> bool:
     try:
         with urllib.request.urlopen(address, timeout=timeout) as answer, open(path, "wb") as out:
             while block := answer.read(1 << 20):
                 out.write(block)
             size = answer.headers.get("Content-Length")
+            chunked = answer.chunked
     except urllib.error.HTTPError as error:
         if error.code in (404, 410):
             raise FileNotFoundError(f"HTTP {error.code}") from None
@@ -118,6 +127,7 @@ def _fetch_http(address: str, path: Path, timeout: float) -> None:
         raise ConnectionError(f"{type(error).__name__} {error}") from error
     if size is not None and path.stat().st_size != int(size):
         raise ConnectionError(f"{path.stat().st_size} of {size} bytes came")
+    return size is None and not chunked
 
 
 def advice(error: BaseException, otherwise: str = f"see {CREDENTIAL}") -> str:

@@ -106,8 +106,8 @@ class TarSource:
         if shard not in self.urls:
             raise ValueError(f"no shard {shard!r} in this source: it has {len(self.urls)}")
         once = ReadOnce()
-        with open_tar(self.urls[shard]) as file:
-            for group in _groups(file, self.urls[shard], self._is_read):
+        with open_tar(self.urls[shard]) as (file, no_length):
+            for group in _groups(file, self.urls[shard], self._is_read, no_length):
                 yield once(group if isinstance(group, Rejected) else self._sample(*group))
 
     def _is_read(self, suffix: str) -> bool:
@@ -188,15 +188,17 @@ def _found(one: str) -> list[str]:
 
 
 @contextmanager
-def open_tar(url: str) -> Iterator[BufferedReader]:
+def open_tar(url: str) -> Iterator[tuple[BufferedReader, bool]]:
     """Opens a local tar, or a remote one after it was fetched into a temporary file.
 
-    Remote tars are fetched as a whole, because a connection that breaks looks like a tar that ends early.
+    Remote tars are fetched as a whole, because a connection that breaks looks like a tar that ends early. With the file
+    comes whether that may be so all the same, because the server gave no length.
 
     Raises:
         FileNotFoundError: there is no such tar.
         ValueError: a remote one could not be fetched, or what came is none.
     """
+    no_length = False
     if not re.match(r"[a-z0-9]+://", url):
         if not Path(url).is_file():
             raise FileNotFoundError(f"no file {url}: a shard of the source is gone")
@@ -206,7 +208,7 @@ def open_tar(url: str) -> Iterator[BufferedReader]:
         with tempfile.TemporaryDirectory(prefix=FETCHED, ignore_cleanup_errors=True) as folder:  # of NFS
             local = Path(folder) / "shard.tar"
             try:
-                fetch(url, local, TIMEOUT)
+                no_length = fetch(url, local, TIMEOUT)
             except FileNotFoundError as error:
                 raise FileNotFoundError(f"no file {shown(url)} ({one_line(error)})") from None
             except Exception as error:  # each cloud's client has its own errors, without a common base class
@@ -217,7 +219,7 @@ def open_tar(url: str) -> Iterator[BufferedReader]:
             _check_answer(local, url)
             file = open(local, "rb")  # noqa: SIM115 - its name goes now; a killed process leaves nothing behind
     with file:
-        yield file
+        yield file, no_length
 
 
 def _check_answer(path: Path, url: str) -> None:
@@ -274,11 +276,12 @@ def _decompressed(file: BufferedReader) -> BinaryIO:
 
 
 def _groups(
-    file: BufferedReader, url: str, is_read: Callable[[str], bool]
+    file: BufferedReader, url: str, is_read: Callable[[str], bool], no_length: bool
 ) -> Iterator[tuple[str, dict[str, bytes | int]] | Rejected]:
     """Groups neighbouring members of one key, as (key, suffix -> bytes or the size of a member that is too large).
 
-    Of members for whose suffix `is_read` is false, the bytes are left out.
+    Of members for whose suffix `is_read` is false, the bytes are left out. With `no_length`, the rejection of a damaged
+    tar says that the download may have been cut.
     """
     key, members = "", {}
     try:
@@ -311,7 +314,8 @@ def _groups(
             raise
         if members:
             yield key, members
-        yield Rejected(Path(shown(url)).name, "broken_shard", f"{error} (after key {key or 'none'})")
+        cut = "; the server gives no length, so the download may have been cut" if no_length else ""
+        yield Rejected(Path(shown(url)).name, "broken_shard", f"{error} (after key {key or 'none'}){cut}")
         return
     if members:
         yield key, members

@@ -305,6 +305,30 @@ def test_remote_tars_are_fetched_again_when_the_connection_breaks(tmp_path, monk
     assert pauses == sorted(pauses) and sum(pauses) >= 60  # a server that restarts is back by then
 
 
+class WithoutLength(Server):
+    """Serves half of each file, and says neither how long it is nor where it ends."""
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.files[self.path][: len(self.files[self.path]) // 2])
+
+
+def test_a_tar_that_may_have_been_cut_on_its_way_is_said_to(tmp_path, monkeypatch):
+    """A server that gives no length cannot be asked again: its answer looks whole."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(WithoutLength, "files", {"/0.tar": write_tar(tmp_path / "0.tar", layout()).read_bytes()})
+    with http.server.HTTPServer(("127.0.0.1", 0), WithoutLength) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        *_, last = read(TarSource(urls=f"http://127.0.0.1:{server.server_port}/0.tar"))
+    assert last.reason == "broken_shard" and last.detail.endswith(
+        "; the server gives no length, so the download may have been cut"
+    )
+    (tmp_path / "0.tar").write_bytes((tmp_path / "0.tar").read_bytes()[:2000])
+    *_, last = read(TarSource(urls=str(tmp_path / "0.tar")))
+    assert last.reason == "broken_shard" and last.detail.endswith(")")
+
+
 @pytest.mark.parametrize(
     ("address", "text"),
     [
