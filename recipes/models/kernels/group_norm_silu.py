@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from recipes.models.kernels import group_norm_kernels as kernels
 from recipes.models.kernels.group_norm_kernels import backward_with, forward_with, plan_for
@@ -119,6 +120,9 @@ def group_norm_silu(
         raise ValueError(f"group_norm_silu: the kernels need a GPU, x is on {x.device}")
     # Converted here, so that the tensor saved for the backward pass has the format that it needs.
     x = x.contiguous(memory_format=torch.channels_last)
+    if x.numel() == 0:  # the kernels would have nothing to divide among programs
+        y = F.group_norm(x.float(), groups, weight.float(), bias.float(), eps)
+        return (F.silu(y) if silu else y).to(dtype, memory_format=torch.channels_last)
     if torch.compiler.is_compiling():
         return _forward_op(x, weight, bias, groups, eps, silu, dtype)[0]
     return _GroupNormSiLU.apply(x, weight, bias, groups, eps, silu, dtype)

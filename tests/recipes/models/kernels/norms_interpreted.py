@@ -208,6 +208,23 @@ def test_auto_takes_the_faster_and_measures_once(monkeypatch, fused_ms, used, co
     assert len(measured) == 1 and isinstance(norm, FusedGroupNorm)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("shape", [(0, 8, 3, 3), (2, 8, 0, 3)])
+def test_a_batch_without_values(shape, compiled):
+    torch._dynamo.reset()
+    norm = nn.GroupNorm(2, 8)
+    plain = copy.deepcopy(norm)
+    fuse(norm, silu=True, measured=False)
+    forward = torch.compile(norm, backend="eager", fullgraph=True) if compiled else norm
+    with torch.autocast("cpu", torch.bfloat16):
+        y = forward(torch.empty(shape))
+        y.sum().backward()
+        nn.functional.silu(plain(torch.empty(shape))).sum().backward()
+    assert y.shape == shape and y.dtype == torch.bfloat16
+    torch.testing.assert_close(norm.weight.grad, plain.weight.grad, equal_nan=True)
+    torch.testing.assert_close(norm.bias.grad, plain.bias.grad, equal_nan=True)
+
+
 def test_an_error_of_the_measurement_is_raised(monkeypatch):
     monkeypatch.setattr(fused_norm, "TIMES", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
