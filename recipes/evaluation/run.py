@@ -91,12 +91,22 @@ def evaluate(export: Path, config: Evaluation) -> dict[str, Any] | None:
         "sampling": config.sampling or "the family's defaults",
         "precision": config.precision,
         "contrastive model of clip_score": "none" if clip is None else f"{config.clip}, sha256 {identity['clip']}",
-        **({} if reranker is None else {"reranked by": f"{config.rerank.by}, sha256 {identity['rerank']}"}),
+        **({} if reranker is None else _reranked(config, len(captions), identity["rerank"])),
         "rows": rows,
     }
     write_report(result, Path(config.out))
     log.info(f"report: {config.out}/report.md")
     return result
+
+
+def _reranked(config: Evaluation, captions: int, judge: str) -> dict[str, str]:
+    """What the report says of pools: candidate k of image i has the seed of image i + k * captions."""
+    pool = max(config.rerank.pools)
+    last = config.seed + pool * captions - 1
+    return {
+        "reranked by": f"{config.rerank.by}, sha256 {judge}",
+        "candidates": f"up to {pool} per caption, with the seeds {config.seed} to {last}",
+    }
 
 
 def resolution_of(options: dict[str, Any], pipeline: Any) -> int:

@@ -97,6 +97,7 @@ def test_a_report_with_everything(export, write, tmp_path, clip_folder, capsys, 
     assert (
         result["reranked by"] == f"{clip_folder}, sha256 {result['extractor hash']}" and result["precision"] == "fp32"
     )
+    assert result["candidates"] == "up to 3 per caption, with the seeds 3 to 23"  # of 7 captions
     samples = read_reference(build(read(path).reference.source), 12, 3)
     assert result["reference content"] == content(samples) and "bicubic" in result["resize of the reference"]
 
