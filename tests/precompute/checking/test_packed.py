@@ -6,6 +6,7 @@ import shutil
 import pytest
 from streaming.base.hashing import get_hash
 
+from precompute import pack
 from precompute.verify import main
 
 
@@ -79,6 +80,20 @@ def test_tokens_that_the_vocabulary_lacks_are_found(copy, faults):
     entry["hashes"] = {name: get_hash(name, data) for name in entry["hashes"]}
     (copy / "index.json").write_text(json.dumps(index))
     assert faults() == ["column tokens: 1 are not below 301, as text.json says"]
+
+
+def test_faults_of_compressed_files_name_them(text_sets, tmp_path, capsys):
+    job = [f"out={tmp_path}", "sources={docs: null, docs_val: null}", "compression=zstd"]
+    pack.main([str(text_sets / "captions" / "config.yaml"), *job])
+    first, second, *_ = sorted(tmp_path.glob("captions/shards/*/*.zstd"))
+    second.unlink()
+    index = json.loads((tmp_path / "captions" / "index.json").read_text())
+    index["shards"][0]["samples"] += 1
+    (tmp_path / "captions" / "index.json").write_text(json.dumps(index))
+    capsys.readouterr()
+    assert main([str(tmp_path / "captions")]) == 1
+    said = capsys.readouterr().out
+    assert f"  fault: {first}: sample 6 is damaged" in said and f"  fault: {second}: missing\n" in said
 
 
 def test_what_packed_texts_cannot_be_asked_is_said(text_sets, capsys):
