@@ -49,7 +49,8 @@ def check_on_meta(recipe: Recipe) -> None:
     """
     check_folder(recipe, recipe.training.engine)
     found = survey(recipe)
-    if recipe.checkpoints.load_weights and Path(recipe.checkpoints.load_weights).exists():
+    weights = recipe.checkpoints.load_weights
+    if weights and Path(weights).exists() and not recipe.goes_on():  # as the run itself
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
             load_first_weights(recipe, found.task)

@@ -11,6 +11,7 @@ from recipes.config.recipe import Recipe, load_config
 from recipes.engines import dry_run_checks
 from recipes.engines.dry_run_checks import check_on_meta
 from recipes.planning.dry_run import problems
+from tests.recipes.exporting.runs import a_run
 
 ROOT = Path(__file__).resolve().parents[3]
 YAMLS = sorted(path.name for path in (ROOT / "yamls").glob("*.yaml") if "\ntraining:" in path.read_text())
@@ -316,3 +317,7 @@ def test_weights_that_are_here(small_recipe, quick_recipe, tmp_path, recwarn):
         check_on_meta(quick_recipe(tmp_path / "run", weights, "model.denoiser.width=64"))
     with pytest.raises(FileNotFoundError, match="no such weights"):
         check_on_meta(small_recipe(tmp_path / "run", weights))
+    # A run that goes on does not read them either.
+    goes_on = small_recipe(tmp_path / "run", weights, "checkpoints.autoresume=true", "training.engine=lightning")
+    a_run(goes_on)
+    check_on_meta(goes_on)
