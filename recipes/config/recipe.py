@@ -199,7 +199,8 @@ class Checkpoints:
     azure://ACCOUNT.blob.core.windows.net/CONTAINER/FOLDER. A run whose output folder has no checkpoint, or an older
     one, resumes from there. null: no copies."""
     load_path: InputPath | None = None
-    """Checkpoint to resume from, a file or a remote address. Weights, the optimizer's state and step are restored."""
+    """Checkpoint to resume from, a file or a remote address. Weights, the optimizer's state and step are restored. A
+    run that resumes from a checkpoint of its own does not read it."""
     load_weights: InputPath | None = None
     """Folder from which only the weights are loaded: an export of a run, or a folder of diffusers with safetensors.
     Step, optimizer and schedule start at the beginning. A run that resumes does not read it."""
@@ -311,8 +312,8 @@ class Recipe:
         self.output = os.path.expanduser(self.output or f"runs/{self.run_name}")
 
     def goes_on(self, maybe: bool = False) -> bool:
-        """Whether there is a checkpoint in the run's folder to resume from. A run that resumes does not read
-        `checkpoints.load_weights`.
+        """Whether there is a checkpoint in the run's folder to resume from. A run that resumes reads neither
+        `checkpoints.load_weights` nor `checkpoints.load_path`.
 
         Args:
             maybe: whether a bucket counts, too, which is asked only when the run starts.
@@ -347,7 +348,9 @@ def load_config(path: str | Path, overrides: list[str], cls: type[Config], missi
     config = checker.section(cls, values, "")
     absent = checker.missing
     if isinstance(config, Recipe) and config.goes_on(maybe=missing is None):
-        absent = [line for line in absent if not line.startswith("checkpoints.load_weights: ")]
+        # Of a run in a bucket, a file of `load_path` is still needed where the bucket has no checkpoint.
+        unread = ("checkpoints.load_weights: ", *(["checkpoints.load_path: "] if config.goes_on() else []))
+        absent = [line for line in absent if not line.startswith(unread)]
     errors = checker.errors + (absent if missing is None else [])
     if errors:
         raise ConfigError(errors)

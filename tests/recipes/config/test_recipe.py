@@ -335,6 +335,10 @@ def test_weights_that_a_run_which_goes_on_does_not_read_may_be_gone(small, tmp_p
     assert small(*changes, missing=(missing := [])).checkpoints.load_weights == "nothing" and not missing
     assert small(*changes).goes_on()
     assert small(*changes, "checkpoints.autoresume=false") == gone
+    path = ["checkpoints.load_path=gone.ckpt", f"output={tmp_path}"]
+    assert small(*path).checkpoints.load_path == "gone.ckpt"
+    other = f"output={tmp_path}/other"
+    assert small(*path, other) == small(*path, other, bucket) == [f"checkpoints.load_path: `gone.ckpt`{gone[0][35:]}"]
 
 
 def test_interpolation(small):
