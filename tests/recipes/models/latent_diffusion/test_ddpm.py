@@ -103,7 +103,7 @@ def test_min_snr_is_the_clipped_weight_of_the_error_in_x0(batch, prediction, gam
 def test_values_that_cannot_be():
     with pytest.raises(ValueError, match="min_snr_gamma must be above 0, got 0"):
         DDPM(min_snr_gamma=0.0)
-    for steps in ([], [1000], [-1]):
+    for steps in ([], [1000], [-1], [0, 1000]):
         with pytest.raises(ValueError, match=r"ddpm: eval_timesteps .*: give at least one, all in \[0, 1000\)"):
             DDPM(eval_timesteps=steps)
     with pytest.raises(ValueError, match="ddpm: steps 10001: give 10000 or fewer"):

@@ -142,9 +142,11 @@ def test_times_follow_their_distribution():
 def test_values_that_cannot_be():
     with pytest.raises(ValueError, match="deviation must be above 0"):
         RectifiedFlow(deviation=0.0)
-    with pytest.raises(ValueError, match="shift must be above 0"):
-        RectifiedFlow(shift=-1.0)
-    for times in ([], [1.5], [-0.1]):
+    for shift in (-1.0, 0.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="shift must be above 0"):
+            RectifiedFlow(shift=shift)
+    assert RectifiedFlow(eval_times=[0, 1]).eval_times == [0, 1]
+    for times in ([], [1.5], [-0.1], [0.5, 1.5]):
         with pytest.raises(ValueError, match=r"give at least one, all in \[0, 1\]"):
             RectifiedFlow(eval_times=times)
     with pytest.raises(ValueError, match="sampler: `ddim` is unknown to rectified_flow; allowed: euler"):
