@@ -138,15 +138,22 @@ def test_without_the_filter_earlier_blocks_would_overflow(monkeypatch):
 def test_the_two_functions_by_themselves():
     x = torch.tensor([1.0, 2.0, 1e6], requires_grad=True)
     filtered = torch.zeros((), dtype=torch.int64)
-    inside = Enter.apply(x, torch.tensor(4.0), filtered)
+    inside = Enter.apply(x, torch.tensor(2.0**13), filtered)
     assert inside.dtype == torch.float16 and inside[2] == math.inf
-    inside.backward(torch.tensor([8.0, math.nan, -math.inf], dtype=torch.float16))
-    assert x.grad.tolist() == [2.0, 0.0, 0.0] and filtered == 2
+    inside.backward(torch.tensor([2.0**-14, math.nan, -math.inf], dtype=torch.float16))
+    assert x.grad.tolist() == [2.0**-27, 0.0, 0.0] and filtered == 2  # 16 bits would hold nothing below 2^-24
     y = torch.ones(2, dtype=torch.float16, requires_grad=True)
     out = Leave.apply(y, torch.tensor(1024.0))
     assert out.dtype == torch.float32
     out.backward(torch.tensor([2.0**-20, 1e3]))
     assert y.grad.tolist() == [2.0**-10, math.inf]
+
+
+def test_shards_without_elements_and_16_bit_gradients():
+    scale, wide, narrow = torch.tensor(4.0), torch.tensor([8.0]), torch.tensor([8.0], dtype=torch.float16)
+    assert unscale([], scale) and unscale([torch.empty(0)], scale)
+    assert unscale([torch.empty(0), wide, narrow], scale) and (wide.item(), narrow.item()) == (2, 8)
+    assert not unscale([wide, narrow * math.inf], scale)
 
 
 def zeros(found, wanted):
