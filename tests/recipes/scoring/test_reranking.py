@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+import torch
+from PIL import Image
 
 from data.tokenizers.clip_library import open_clip
 from recipes.scoring import reranking
@@ -65,3 +67,19 @@ def test_weights_and_a_model_of_another_activation(clip_folder, monkeypatch):
     # Stored scores of one are not taken for those of the other.
     names = ("ViT-L-14-quickgelu/openai", "ViT-L-14/laion2b_s32b_b82k")
     assert len({reranking.Reranker(name, "cpu").hash() for name in names}) == 2
+
+
+def test_scores_are_the_similarities_of_open_clips_own_embeddings(clip_folder):
+    """Of each image and its own caption, also where captions come twice, in any order, and in several batches."""
+    reranker = reranking.Reranker(str(clip_folder), "cpu")
+    network, _, prepare = open_clip.create_model_and_transforms(f"local-dir:{clip_folder}")
+    network.eval()
+    images = np.random.default_rng(0).integers(0, 256, (5, *reranker.size, 3), dtype=np.uint8)
+    captions = ["a star", "a dot", "a star", "a line", "a dot"]
+    with torch.no_grad():
+        seen = network.encode_image(torch.stack([prepare(Image.fromarray(image)) for image in images]), normalize=True)
+        said = network.encode_text(reranker.tokenize(captions), normalize=True)
+    expected = (seen * said).sum(1).numpy()
+    assert np.ptp(expected) > 0.01
+    for batch in (2, 64):
+        np.testing.assert_allclose(reranker.scores(captions, images, batch), expected, atol=1e-5)
