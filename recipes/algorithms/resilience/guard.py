@@ -99,7 +99,7 @@ class Guard(Lever):
         run.stopping, run.overdue = asked == STOP, asked == SAVE
         self._flags = None
         stop.begin_batches()  # every rank is here
-        self._bad = bool(found) and (run.precision != "amp_fp16" or run.gradient_scale() <= 1.0)
+        self._bad = bool(found) and run.gradient_scale() <= 1.0  # of amp_fp16; 1 otherwise
 
     def step_end(self, run: Run) -> None:
         """Count.

@@ -187,6 +187,7 @@ def test_a_run_that_ends_so_is_an_error(tmp_path):
         levers.call("end", run)
     report = json.loads((tmp_path / REPORT).read_text())
     assert report["last_good_checkpoint"] is None and report["seeds_of_the_last_batch_on_rank_0"] == [3, 5]
+    assert [block["gradients"] for block in report["blocks"]] == ["nan"]
 
 
 def test_under_fp16_gradients_are_left_to_the_scaler(tmp_path):
@@ -267,8 +268,9 @@ def test_the_line_says_whether_the_update_was_skipped(tmp_path, caplog):
 
 def test_a_signal_is_seen_at_the_next_batch(tmp_path, monkeypatch):
     run, levers = new_run(tmp_path)
+    monkeypatch.setattr(stop, "_in_batches", False)
     step(run, levers, 1)
-    assert not run.stopping
+    assert not run.stopping and stop._in_batches  # from now on it does not end the process
     monkeypatch.setattr(stop, "_caught", "SIGTERM")
     step(run, levers, 2)
     assert run.stopping
