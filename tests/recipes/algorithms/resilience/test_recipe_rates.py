@@ -1,0 +1,36 @@
+"""The recipe's rates in place of a checkpoint's; runs that resume with others are in test_equality.py."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from recipes.algorithms.resilience.recipe_rates import RecipeRates
+
+
+@pytest.mark.parametrize(
+    ("saved", "rate"),
+    [
+        ({"lr": 0.03, "initial_lr": 0.1}, 0.06),  # the same share of the peak
+        ({"lr": 0.1 + 0.2, "initial_lr": 0.2}, 0.1 + 0.2),  # the same peak: in every bit
+        ({"lr": 0.03}, 0.2),  # the peak is not known, or there was none
+        ({"lr": 0.0, "initial_lr": 0.0}, 0.2),
+    ],
+)
+def test_rates_after_a_checkpoint_has_been_loaded(saved, rate):
+    groups = [{"params": [nn.Parameter(torch.ones(2))]}, {"params": [nn.Parameter(torch.ones(3))], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.2, weight_decay=0.5)
+    lever, told = RecipeRates(), []
+    lever.built(optimizer)
+    first, second = optimizer.param_groups
+    first.update(saved | {"weight_decay": 0.1})
+    params = second["params"]
+    second.clear()  # as PyTorch leaves one that the checkpoint does not have
+    second["params"] = params
+    lever.loaded(SimpleNamespace(optimizer=optimizer, peak_rates_changed=lambda: told.append(first["initial_lr"])))
+    assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(rate, rel=1e-12)] * 2
+    assert [group["initial_lr"] for group in optimizer.param_groups] == [0.2, 0.2] and told == [0.2]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
+    if saved.get("initial_lr") == 0.2:
+        assert first["lr"] == saved["lr"]
