@@ -62,7 +62,7 @@ def test_each_picture_that_decodes_is_there_once(monkeypatch, capsys):
     parts = list(decoded(samples, 8))
     assert [part[:, 0, 0, 0].tolist() for part in parts] == [[0, 1], [4], [6]]
     assert {(part.shape[1:], part.dtype) for part in parts} == {((8, 8, 3), np.dtype(np.uint8))}
-    assert "3 of 7 pictures do not decode and are left out" in capsys.readouterr().out
+    assert "reference: 3 of 7 pictures do not decode and are left out" in capsys.readouterr().out
 
 
 class Extractor:

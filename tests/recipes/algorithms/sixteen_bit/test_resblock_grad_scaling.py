@@ -21,6 +21,7 @@ from recipes.training.lever import Lever
 from recipes.training.levers import Levers
 from tests.recipes.algorithms.residual import WordTask, vector
 from tests.recipes.algorithms.sixteen_bit.scaling_ranks import WEIGHTS
+from tests.recipes.training.fake_run import FakeRun
 
 
 class PlainTask(Task):
@@ -149,6 +150,30 @@ def test_what_is_not_finite_is_counted_per_block():
     assert (scaling.nonfinite > parameters / 2).all()
 
 
+def test_what_the_filter_met_skips_one_update_though_all_gradients_are_finite():
+    """Without the values that the filter took out, gradients of earlier blocks are not those of the loss."""
+    run = FakeRun(WordTask())
+    scaling = ResblockGradScaling(run.task)
+    scaling.change_modules(run)
+    scaling.begin(run)
+    for met, exponents, nonfinite, lowers in (
+        ([0, 3], [13.001, 12.5], [0, 3], True),
+        ([0, 0], [13.002, 12.501], [0, 0], False),
+        ([2, 1], [12.502, 12.501], [2, 1], True),
+    ):
+        for parameter in run.task.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        scaling.filtered.add_(torch.tensor(met))
+        scaling.unscale_gradients(run)
+        assert all((p.grad is None) == any(met) for p in run.task.parameters())
+        assert scaling.scales.exponents.tolist() == pytest.approx(exponents)
+        assert scaling.nonfinite.tolist() == nonfinite and scaling.lowers == lowers
+    scaling.scales.exponents[0] = scaling.scales.least
+    scaling.filtered.add_(1)
+    scaling.unscale_gradients(run)
+    assert not scaling.lowers and scaling.skipped == 3  # one of them stays where it is
+
+
 def test_scales_that_are_too_large_skip_until_they_fit():
     trainer = run({"start": 40.0, "most": 40.0}, duration="2ba")
     scaling = scaling_of(trainer)
@@ -173,9 +198,11 @@ def test_resuming_changes_nothing(tmp_path):
     assert a.skipped == b.skipped == 2
 
 
-@pytest.mark.parametrize(("samples", "exponents"), [(2, [10.0, 7.0]), (8, [12.0, 8.0]), (32, [14.0, 10.0])])
+@pytest.mark.parametrize(
+    ("samples", "exponents"), [(2, [10.0, 7.0]), (8, [12.0, 8.0]), (32, [14.0, 10.0]), (2**18, [24.0, 23.0])]
+)
 def test_scales_move_with_the_samples_of_a_rank(samples, exponents):
-    """Of a run that goes on with another number of ranks; but not below the smallest."""
+    """Of a run that goes on with another number of ranks; but not beyond the bounds."""
     saved = ResblockGradScaling(WordTask(), samples=8)
     saved.scales.exponents = torch.tensor([12.0, 8.0], dtype=torch.float64)
     lever = ResblockGradScaling(WordTask(), samples=samples)
