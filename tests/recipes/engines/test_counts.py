@@ -30,6 +30,7 @@ class Loader:
         (60, 14, 28, 16, 2),
         (44, 8, 40, 4, 1),  # which batches of 8 would have left out
         (44, 8, 40, 16, 0),
+        (20, 4, 32, 8, 0),  # of another set, which has fewer
     ],
 )
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -60,8 +61,10 @@ def test_what_is_left_on_ranks_that_do_not_divide_it(samples, seen, ranks, globa
     loading = Loading(Loader(batches=math.ceil(samples / ranks) // (global_batch // ranks)), samples=samples)
     counts = Counts(batch_in_epoch=1, sample_in_epoch=seen)
     now = in_present_batches(counts, loading, global_batch=global_batch, ranks=ranks)
-    assert epoch_batches(loading) - now.batch_in_epoch == left == len(range(seen, samples, ranks)) // (
-        global_batch // ranks
+    assert (
+        epoch_batches(loading) - now.batch_in_epoch
+        == left
+        == len(range(seen, samples, ranks)) // (global_batch // ranks)
     )
 
 

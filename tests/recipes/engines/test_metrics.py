@@ -50,6 +50,13 @@ def test_weights_of_samples_and_of_results_multiply():
     assert figure.compute().item() == pytest.approx((0.5 * 3 * 1 + 5) / (0.5 * 3 + 1))
 
 
+def test_results_in_16_bits_are_added_in_32():
+    """As bf16 numbers the sum and the number of samples would be rounded to 300."""
+    figure = Figure({"loss": 1.0}, {})
+    figure.update({"loss": torch.tensor([1.0] * 300 + [2.0], dtype=torch.bfloat16)})
+    assert figure.compute().item() == pytest.approx(302 / 301, rel=1e-6)
+
+
 def test_figures_of_a_task():
     task = Task()
     task.eval_names, task.eval_weights = ["loss", "both", "perplexity"], {"loss": "size"}

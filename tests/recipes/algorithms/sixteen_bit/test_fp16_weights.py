@@ -81,6 +81,18 @@ def test_gradients_that_16_bits_lose_without_their_factor():
     assert low.state[stored[0]]["mean"].any() and not torch.equal(stored[0], before)
 
 
+def test_matrices_that_share_a_factor_are_clipped_once():
+    """As those of a block do."""
+    factor, (*matrices, bias) = torch.tensor(SCALE), [nn.Parameter(torch.ones(2, 2)) for _ in range(3)]
+    store(matrices, factor)
+    for matrix in matrices:
+        matrix.grad = torch.full((2, 2), SCALE, dtype=torch.float16)
+    bias.grad = torch.ones(2, 2)
+    assert clip_by_norm([*matrices, bias], 0.5).item() == pytest.approx(12**0.5)
+    clipped = [*(matrix.grad.float() / factor_of(matrix) for matrix in matrices), bias.grad]
+    assert torch.stack(clipped).norm().item() == pytest.approx(0.5, rel=1e-5)
+
+
 def test_clipping_a_skipped_update():
     factor, kinds = pair()
     assert clip_by_norm(kinds[0][0], 1.0) == 0 and factor == SCALE
