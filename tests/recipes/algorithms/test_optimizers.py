@@ -2,9 +2,11 @@
 
 import copy
 
+import pytest
 import torch
 
-from recipes.algorithms.optimizers import adamw
+from recipes.algorithms.optimizers import adam16, adamw
+from tests.recipes.algorithms.residual import Residual
 
 
 def test_fused_adamw_is_adamw():
@@ -61,3 +63,26 @@ def test_without_vectors_or_matrices_there_is_one_group():
     for size in ((3,), (3, 2)):
         optimizer = adamw([torch.nn.Parameter(torch.ones(size))], lr=0.1, decay_vectors=False)
         assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0 if len(size) == 1 else 0.01]
+
+
+@pytest.mark.parametrize("decay_vectors", [True, False])
+def test_adamw_has_all_settings_of_the_recipe(decay_vectors):
+    wanted = {"lr": 0.2, "betas": (0.8, 0.95), "eps": 1e-5, "weight_decay": 0.3, "fused": False}
+    parameters = [torch.nn.Parameter(torch.ones(size)) for size in ((3, 2), (3,))]
+    groups = adamw(parameters, **wanted, decay_vectors=decay_vectors).param_groups
+    assert [group["weight_decay"] for group in groups] == ([0.3] if decay_vectors else [0.3, 0.0])
+    assert all(group[name] == wanted[name] for group in groups for name in wanted if name != "weight_decay")
+
+
+def test_adam16_has_all_settings_of_the_recipe():
+    wanted = {"lr": 0.2, "betas": (0.8, 0.95), "eps": 1e-5, "weight_decay": 0.3, "variance_clip": 2.0}
+    for compiled in (True, False):
+        optimizer = adam16(Residual().parameters(), Residual(), **wanted, compiled=compiled)
+        assert optimizer.compiled == compiled
+        assert all(group[name] == wanted[name] for group in optimizer.param_groups for name in wanted)
+
+
+@pytest.mark.parametrize("betas", [(1.0, 0.9), (0.9, 1.0), (-0.1, 0.9)])
+def test_decays_that_cannot_be(betas):
+    with pytest.raises(ValueError, match=r"adamw: betas must lie in \[0, 1\)"):
+        adamw([torch.nn.Parameter(torch.ones(3))], lr=0.1, betas=betas)

@@ -162,6 +162,24 @@ def test_a_search_that_went_down_does_not_go_up_again():
     assert plan.next(16, plenty) == 16
 
 
+def test_the_search_remembers_that_it_went_down():
+    run, full = FakeRun(), Reading(0, 10 * MB, 10 * MB)
+    run.task.compares_samples = False
+    run.optimizer.state[run.task.weight] = {"step": 1}
+    search = MicrobatchSearch(run.task, 64, SimpleNamespace(read=lambda: full))
+    search.size, search.warm, search.device_batch = 16, True, 64
+    search.step_end(run)
+    assert search.size == run.microbatch == search.plan.ceiling == 8
+
+
+def test_what_was_measured_fits_beside_what_is_held_and_what_comes_later():
+    """As compiled modules take it, while an average has not begun."""
+    plan = MicrobatchPlan(64)
+    plan.record(16, Reading(0, 50, 100))
+    assert plan.fits(16, Reading(40, 50, 100)) and plan.fits(16, Reading(10, 50, 100), to_come=30)
+    assert not plan.fits(16, Reading(41, 50, 100)) and not plan.fits(16, Reading(10, 50, 100), to_come=31)
+
+
 def test_too_little_for_headroom_stays_at_one():
     assert search_alone(FakeMemory(10_000 * MB, held=9_000 * MB, fixed=100 * MB, each=100 * MB), 64) == [1]
 
