@@ -1,5 +1,7 @@
 """The forward process and the loss against diffusers' schedulers and against closed forms."""
 
+import json
+
 import pytest
 import torch
 from diffusers import DDPMScheduler
@@ -147,3 +149,13 @@ def test_an_objective_for_sampling_comes_back_from_an_export(tmp_path):
     DDPM(steps=10_000).save(tmp_path)
     assert DDPM.open(tmp_path).schedule.steps == 10_000
     assert opened.scheduler_config["beta_schedule"] == "linear" and opened.scheduler_config["steps_offset"] == 1
+
+
+def test_the_scheduler_of_an_export_is_kept_as_it_is(tmp_path):
+    """Published ones name other spacings of timesteps, by which ddim draws other pictures."""
+    DDPM().save(tmp_path)
+    file = tmp_path / "scheduler_config.json"
+    saved = json.loads(file.read_text()) | {"timestep_spacing": "trailing", "set_alpha_to_one": True}
+    file.write_text(json.dumps(saved))
+    kept = {name: value for name, value in saved.items() if not name.startswith("_")}
+    assert DDPM.open(tmp_path).scheduler_config == kept != saved

@@ -176,6 +176,9 @@ def test_weights_that_were_trained_with_other_noise_are_announced(tmp_path, task
     file.write_text(json.dumps(saved | {"rescale_betas_zero_snr": True}))
     task.load_export(tmp_path)
     assert "rescale_betas_zero_snr is True instead of False" in capsys.readouterr().out
+    file.write_text(json.dumps(saved | {"trained_betas": [0.1, 0.2]}))
+    task.load_export(tmp_path)
+    assert "trained_betas is [0.1, 0.2] instead of None" in capsys.readouterr().out
     file.write_text(json.dumps({name: saved[name] for name in saved if "rescale" not in name}))  # as published in 2022
     task.load_export(tmp_path)
     RectifiedFlow().save(tmp_path / "scheduler")
