@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -133,6 +134,16 @@ def test_it_is_saved_again_where_a_state_has_changed(monkeypatch):
     assert end(7, stopping=True) == ["holds", "saves 7", "acts", "flushes", "copies"]
     assert end(8) == ["acts"]  # the end, after which a run is not evaluated again
     assert looked == [2, 4, 6, 7]  # at all weights, for which the host waits
+
+
+def test_nothing_is_saved_before_the_epoch_counts_with_which_a_run_ends(monkeypatch):
+    """Also where the run is to stop, or a checkpoint is overdue: the next start would validate again."""
+    monkeypatch.setattr(early_save, "is_worth_keeping", lambda run: True)
+    run, end = run_of(Changes(), [], duration="2ep")
+    run.clock = replace(run.clock, epoch_batches=2, epoch_began=0)
+    assert end(2, stopping=True) == ["holds", "saves 2", "acts", "flushes", "copies"]  # it goes on after this epoch
+    run.clock = replace(run.clock, epoch=1, epoch_began=2)
+    assert end(4, stopping=True) == end(4, overdue=True) == ["acts"]
 
 
 def test_one_is_also_saved_when_the_newest_is_too_old(monkeypatch):
