@@ -192,6 +192,10 @@ def test_in_and_out_is_exact_whatever_happens_inside(device):
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     assert torch.equal(flat(ema.average), average)
     assert places == [p.data_ptr() for p in model.parameters()]
+    ema.enter()
+    ema.enter()
+    ema.batch_start(FakeRun(model))  # which no use of the averaged weights reaches, unless an exception ended it
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
 
 
 def test_before_the_average_begins_the_model_keeps_its_weights():
