@@ -77,7 +77,7 @@ def _optimizer_text(optimizer: Component, schedule: Component, grad_clip: float 
 
 def _checkpoints_text(recipe: Recipe) -> str:
     checkpoints = recipe.checkpoints
-    start = checkpoints.load_path or checkpoints.load_weights
+    start = None if recipe.goes_on() else checkpoints.load_path or checkpoints.load_weights
     begins = f"; starts from {start}" if start else ""
     if not checkpoints.save:
         return f"none; output in {recipe.output}{begins}"

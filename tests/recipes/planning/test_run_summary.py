@@ -54,6 +54,13 @@ def test_other_runs():
     assert found[8] == f"checkpoints: every 5ba, and after 30 minutes without one, {kept}"
 
 
+def test_a_run_that_resumes_does_not_say_that_it_starts_from_other_weights(tmp_path):
+    overrides = [f"output={tmp_path}", "checkpoints.load_path=s3://x"]
+    assert lines("openmoji_vae.yaml", *overrides)[8].endswith("/checkpoints; starts from s3://x")
+    (tmp_path / "checkpoints" / "ep0-ba5").mkdir(parents=True)
+    assert lines("openmoji_vae.yaml", *overrides)[8].endswith("/checkpoints")
+
+
 @pytest.mark.parametrize(("warmup", "within"), [("21ba", True), ("1100sp", False), ("6ep", True), ("5ep", False)])
 def test_a_run_that_ends_within_its_warm_up_says_so(warmup, within):
     """As with a shipped recipe whose duration alone was shortened."""
