@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
 from composer import Callback as ComposerCallback
 from composer import Event, State
@@ -18,6 +17,7 @@ from data.system.log import log
 from recipes.config.recipe import Checkpoints
 from recipes.engines.checkpoints.early_save import EarlySave
 from recipes.engines.checkpoints.files import CheckpointFiles, end_if_asked, first_rank_writes, whole
+from recipes.engines.checkpoints.full_file import save_full
 from recipes.engines.checkpoints.lever_states import LEVERS, gathered, separated
 from recipes.engines.checkpoints.save_planner import SavePlanner
 from recipes.engines.composer.run import ComposerRun
@@ -91,12 +91,7 @@ def _write(state: State, path: Path, sharded: bool) -> None:
             dcp.save(saved, checkpoint_id=partial, planner=SavePlanner(dedup_save_to_lowest_rank=True))
             return
         saved["state"]["algorithms"] = [*gathered(levers).items()]
-
-        def write() -> None:
-            with partial.open("wb") as file:
-                torch.save(saved, file)
-
-        first_rank_writes(path, write)
+        first_rank_writes(path, lambda: save_full(saved, partial))
 
 
 class SaveEarly(ComposerCallback):

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -27,6 +26,7 @@ from recipes.config.recipe import Recipe
 from recipes.engines.checkpoints.early_save import EarlySave
 from recipes.engines.checkpoints.fetched import fetched
 from recipes.engines.checkpoints.files import CheckpointFiles, first_rank_writes, whole
+from recipes.engines.checkpoints.full_file import save_full
 from recipes.engines.checkpoints.lazy import copied, copy_moments
 from recipes.engines.checkpoints.legacy import upgraded
 from recipes.engines.checkpoints.lever_states import LEVERS, forms, gathered, joined, separated
@@ -191,12 +191,7 @@ class Checkpoints:
             if self._sharded:
                 dcp.save(tensors, checkpoint_id=partial, planner=SavePlanner())
             values, file = (rest, partial / REST) if self._sharded else (rest | tensors, partial)
-
-            def write() -> None:
-                with file.open("wb") as opened:  # by a path, PyTorch would not say why it cannot write
-                    torch.save(values, opened)
-
-            first_rank_writes(path, write)
+            first_rank_writes(path, lambda: save_full(values, file))
         self.files.newest_is(path, counts.batch)
 
     def _tensors(self, full: bool) -> dict[str, Any]:
