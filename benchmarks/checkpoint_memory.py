@@ -51,7 +51,7 @@ from recipes.engines.checkpoints.deferred import Deferred
 from recipes.engines.checkpoints.files import first_rank_writes, whole
 from recipes.engines.checkpoints.lever_states import LEVERS, gathered, separated
 from recipes.engines.checkpoints.plain_pickles import plain_pickles
-from recipes.engines.checkpoints.save_planner import SavePlanner
+from recipes.engines.checkpoints.save_planner import save_sharded
 from recipes.engines.checkpoints.sharded_files import Sharded
 from recipes.engines.lightning.checkpoint_format import FORMAT
 from recipes.exporting import native
@@ -148,7 +148,7 @@ def write_sharded(task: Autoregressive, average: ScheduledEMA, path: Path) -> No
     }
     tensors = {"weights": weights, "optimizer": {"state": moments, "param_groups": []}, LEVERS: shards}
     with whole(path) as partial:
-        dcp.save(tensors, checkpoint_id=partial, planner=SavePlanner())
+        save_sharded(tensors, partial)
         first_rank_writes(path, lambda: torch.save(state, partial / REST))
 
 

@@ -28,7 +28,7 @@ from benchmarks.common.options import positive
 from benchmarks.common.reporting import write_results
 from data.system.files import to_disk
 from recipes.config.command_line import path_of
-from recipes.engines.checkpoints.full_file import save_full
+from recipes.engines.checkpoints.checksums import save_full
 
 TENSOR = 1 << 24  # values of 4 bytes
 

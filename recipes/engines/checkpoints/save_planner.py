@@ -1,13 +1,30 @@
-"""Selects what each rank writes of a sharded checkpoint: its shards, unless a replica before has the same ones; and the
-first rank everything else."""
+"""Writes sharded checkpoints, and selects what each rank writes: its shards, unless a replica before has the same ones;
+and the first rank everything else."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
+
+from recipes.engines.checkpoints.checksums import checksums
+
+
+def save_sharded(values: dict[str, Any], folder: Path, **options: Any) -> None:
+    """Write a sharded checkpoint, with checksums of what is no tensor. Every rank must call it.
+
+    Args:
+        values: what `torch.distributed.checkpoint.save` takes.
+        folder: to write.
+        options: of `DefaultSavePlanner`.
+    """
+    with checksums(False):
+        dcp.save(values, checkpoint_id=folder, planner=SavePlanner(**options))
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -27,6 +44,11 @@ class SavePlanner(DefaultSavePlanner):
         if not is_coordinator:
             self.state_dict = {name: value for name, value in self.state_dict.items() if _is_first_shard(value)}
             self.mappings = {name: self.mappings[name] for name in self.state_dict}
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """See DefaultSavePlanner, which calls `torch.save` here for what is no tensor."""
+        with checksums(True):
+            return super().transform_object(write_item, object)
 
 
 def _is_first_shard(value: Any) -> bool:

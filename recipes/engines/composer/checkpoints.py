@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from composer import Callback as ComposerCallback
 from composer import Event, State
 from composer.callbacks import CheckpointSaver
@@ -15,11 +14,11 @@ from composer.utils import reproducibility
 
 from data.system.log import log
 from recipes.config.recipe import Checkpoints
+from recipes.engines.checkpoints.checksums import save_full
 from recipes.engines.checkpoints.early_save import EarlySave
 from recipes.engines.checkpoints.files import CheckpointFiles, end_if_asked, first_rank_writes, whole
-from recipes.engines.checkpoints.full_file import save_full
 from recipes.engines.checkpoints.lever_states import LEVERS, gathered, separated
-from recipes.engines.checkpoints.save_planner import SavePlanner
+from recipes.engines.checkpoints.save_planner import save_sharded
 from recipes.engines.composer.run import ComposerRun
 from recipes.training.callback import Callback
 from recipes.training.checkpoint_names import KINDS
@@ -88,7 +87,7 @@ def _write(state: State, path: Path, sharded: bool) -> None:
         if sharded:
             levers, saved[LEVERS] = separated(levers)
             saved["state"]["algorithms"] = [*levers.items()]
-            dcp.save(saved, checkpoint_id=partial, planner=SavePlanner(dedup_save_to_lowest_rank=True))
+            save_sharded(saved, partial, dedup_save_to_lowest_rank=True)
             return
         saved["state"]["algorithms"] = [*gathered(levers).items()]
         first_rank_writes(path, lambda: save_full(saved, partial))

@@ -23,16 +23,16 @@ from torch.distributed.checkpoint.state_dict import (
 from data.remote.stores import STORES, scheme_of
 from data.system.log import log
 from recipes.config.recipe import Recipe
+from recipes.engines.checkpoints.checksums import save_full
 from recipes.engines.checkpoints.early_save import EarlySave
 from recipes.engines.checkpoints.fetched import fetched
 from recipes.engines.checkpoints.files import CheckpointFiles, first_rank_writes, whole
-from recipes.engines.checkpoints.full_file import save_full
 from recipes.engines.checkpoints.lazy import copied, copy_moments
 from recipes.engines.checkpoints.legacy import upgraded
 from recipes.engines.checkpoints.lever_states import LEVERS, forms, gathered, joined, separated
 from recipes.engines.checkpoints.own_load_plan import OwnLoadPlan
 from recipes.engines.checkpoints.plain_pickles import loadable, plain_pickles
-from recipes.engines.checkpoints.save_planner import SavePlanner
+from recipes.engines.checkpoints.save_planner import save_sharded
 from recipes.engines.counts import Counts
 from recipes.engines.generators import generator_states
 from recipes.engines.lightning.checkpoint_format import FORMAT, read_file
@@ -189,7 +189,7 @@ class Checkpoints:
             rest[LEVERS] = gathered(rest[LEVERS])
         with whole(path) as partial:
             if self._sharded:
-                dcp.save(tensors, checkpoint_id=partial, planner=SavePlanner())
+                save_sharded(tensors, partial)
             values, file = (rest, partial / REST) if self._sharded else (rest | tensors, partial)
             first_rank_writes(path, lambda: save_full(values, file))
         self.files.newest_is(path, counts.batch)

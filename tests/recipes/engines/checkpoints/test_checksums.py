@@ -1,13 +1,16 @@
-"""Full checkpoints are read by PyTorch and by this repository, and a change of what is no tensor is found."""
+"""Checkpoints are read by PyTorch and by this repository, and a change of what is no tensor is found."""
 
+import io
 import zipfile
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.serialization import get_crc32_options
 
-from recipes.engines.checkpoints.full_file import save_full
-from recipes.engines.checkpoints.plain_pickles import DamagedCheckpoint, load_plain
+from recipes.engines.checkpoints.checksums import save_full
+from recipes.engines.checkpoints.plain_pickles import DamagedCheckpoint, load_plain, plain_pickles
+from recipes.engines.checkpoints.save_planner import save_sharded
 
 
 @pytest.fixture
@@ -58,3 +61,27 @@ def test_an_error_leaves_pytorchs_setting(tmp_path):
     with pytest.raises(AttributeError):
         save_full({"f": lambda: None}, tmp_path / "x")
     assert get_crc32_options()
+
+
+def test_of_a_sharded_checkpoint_tensors_have_no_checksums(tmp_path):
+    weights = torch.arange(6.0)
+    save_sharded({"weights": weights, "text": "row of a"}, tmp_path)
+    assert get_crc32_options()
+    part, places = (tmp_path / "__0_0.distcp").read_bytes(), dcp.FileSystemReader(tmp_path).read_metadata().storage_data
+    records = {}
+    for index, place in places.items():
+        stored = io.BytesIO(part[place.offset : place.offset + place.length])
+        records[index.fqn] = {r.filename.partition("/")[2]: r.CRC for r in zipfile.ZipFile(stored).infolist()}
+    assert records["weights"]["data/0"] == 0 and records["text"]["data.pkl"] != 0
+
+    def load():
+        found = {"weights": torch.zeros(6), "text": ""}
+        with plain_pickles():
+            dcp.load(found, checkpoint_id=tmp_path)
+        return found
+
+    found = load()
+    assert torch.equal(found["weights"], weights) and found["text"] == "row of a"
+    (tmp_path / "__0_0.distcp").write_bytes(part.replace(b"row of a", b"row of b"))
+    with pytest.raises(DamagedCheckpoint, match="Bad CRC-32"):
+        load()
