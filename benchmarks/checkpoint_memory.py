@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import zipfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -36,6 +35,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._pytree import tree_flatten
 
 from benchmarks.common.options import positive
 from benchmarks.common.reporting import write_results
@@ -47,10 +47,11 @@ from recipes.algorithms.sharding.shard import shard
 from recipes.algorithms.sharding.shards import own
 from recipes.config.command_line import path_of
 from recipes.engines.checkpoints import conversion
+from recipes.engines.checkpoints.checksums import save_full
 from recipes.engines.checkpoints.deferred import Deferred
 from recipes.engines.checkpoints.files import first_rank_writes, whole
 from recipes.engines.checkpoints.lever_states import LEVERS, gathered, separated
-from recipes.engines.checkpoints.plain_pickles import plain_pickles
+from recipes.engines.checkpoints.plain_pickles import load_plain, plain_pickles
 from recipes.engines.checkpoints.save_planner import save_sharded
 from recipes.engines.checkpoints.sharded_files import Sharded
 from recipes.engines.lightning.checkpoint_format import FORMAT
@@ -128,7 +129,7 @@ def write_full(task: Autoregressive, average: ScheduledEMA, path: Path) -> None:
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights, levers = get_model_state_dict(task, options=options), gathered({"ScheduledEMA": average.state_dict()})
     with whole(path) as partial:
-        first_rank_writes(path, lambda: torch.save({"weights": weights, LEVERS: levers}, partial))
+        first_rank_writes(path, lambda: save_full({"weights": weights, LEVERS: levers}, partial))
 
 
 def write_sharded(task: Autoregressive, average: ScheduledEMA, path: Path) -> None:
@@ -149,7 +150,7 @@ def write_sharded(task: Autoregressive, average: ScheduledEMA, path: Path) -> No
     tensors = {"weights": weights, "optimizer": {"state": moments, "param_groups": []}, LEVERS: shards}
     with whole(path) as partial:
         save_sharded(tensors, partial)
-        first_rank_writes(path, lambda: torch.save(state, partial / REST))
+        first_rank_writes(path, lambda: save_full(state, partial / REST))
 
 
 def convert_here(folder: Path, name: str) -> dict[str, float]:
@@ -243,12 +244,12 @@ def rows_of(layers: int, folder: Path) -> list[dict[str, Any]]:
 
 
 def _same_files(one: Path, other: Path, suffix: str) -> None:
-    """The zip files of torch.save name the process that wrote them; their tensors must be equal."""
+    """Checkpoints must hold equal values, and other files the same bytes."""
     one, other = (path.with_name(path.name + suffix) for path in (one, other))
     if suffix == ".ckpt":
-        with zipfile.ZipFile(one) as mine, zipfile.ZipFile(other) as theirs:
-            sums = [[(i.filename.split("/", 1)[1], i.CRC, i.file_size) for i in z.infolist()] for z in (mine, theirs)]
-        assert sums[0] == sums[1], f"{one} and {other} differ"
+        (mine, structure), (theirs, others) = (tree_flatten(load_plain(path, lazily=True)) for path in (one, other))
+        same = (torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(mine, theirs, strict=True))
+        assert structure == others and all(same), f"{one} and {other} differ"
     else:
         assert filecmp.cmp(one, other, shallow=False), f"{one} and {other} differ"
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recipes.engines.checkpoints.checksums import save_full
+
 
 class Deferred:
     """Makes stand-ins, and writes the tensors for which they stand."""
@@ -44,7 +46,7 @@ class Deferred:
         return self.stand_in(tensor.shape, dtype, lambda: self.read(tensor).to(dtype))
 
     def save(self, values: Any, file: Path) -> None:
-        """Write the file that `torch.save` would write if `values` held tensors in the place of stand-ins.
+        """Write the file that `save_full` would write if `values` held tensors in the place of stand-ins.
 
         One tensor is in memory at a time, and what its function takes to read it.
 
@@ -84,7 +86,7 @@ class Deferred:
         theirs = torch._C.PyTorchFileWriter
         torch._C.PyTorchFileWriter = Writer
         try:
-            torch.save(values, file)
+            save_full(values, file)
         finally:
             torch._C.PyTorchFileWriter = theirs
         assert not reads, f"{len(reads)} tensors have not been written; this version of PyTorch writes in another way"
