@@ -138,6 +138,8 @@ def main() -> None:
     parser.add_argument("--workers", type=positive, default=2)
     parser.add_argument("--rounds", type=positive, default=3)
     options = parser.parse_args()
+    if min(options.samples) < (read := options.batches * BATCH):
+        parser.error(f"--samples: {min(options.samples)}; give {read} or more, which --batches {options.batches} reads")
     rows = []
     for samples in options.samples:
         with tempfile.TemporaryDirectory() as name:

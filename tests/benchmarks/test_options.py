@@ -36,6 +36,7 @@ SAYS = "give a whole number of 1 or more"
         (encoded_shards, "--rounds 0", f"--rounds: 0; {SAYS}"),
         (encoded_shards, "--against nowhere", "--against: nowhere is no checkout of this repository"),
         (epochs, "--samples 10 0", f"--samples: 0; {SAYS}"),
+        (epochs, "--samples 9000 90 --batches 3", "--samples: 90; give 96 or more, which --batches 3 reads"),
         (geglu, "--batch x", f"--batch: x; {SAYS}"),
         (hashes, "--repeats 0", f"--repeats: 0; {SAYS}"),
         (hashes, "--algorithms xxh64,none", "--algorithms: no 'none'; there are "),
