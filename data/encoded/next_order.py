@@ -12,6 +12,7 @@ import os
 import signal
 from collections.abc import Callable, Hashable
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +59,8 @@ class NextOrder:
             if os.getppid() == parent:
                 gc.disable()  # a search would copy all memory with objects
                 os.nice(10)
+                with suppress(OSError):  # where memory is lacking, the kernel ends this process and not the training
+                    Path("/proc/self/oom_score_adj").write_text("1000")
                 with open(file, "wb", closefd=False) as out:
                     np.save(out, make(), allow_pickle=False)
                 status = 0

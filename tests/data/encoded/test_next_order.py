@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from multiprocessing import get_context
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ import pytest
 from data.encoded import dataset
 from data.encoded.next_order import NextOrder
 from tests.data.encoded.test_dataset import BATCH, assert_same, copies, make_loader, write
+
+OOM = Path("/proc/self/oom_score_adj")
 
 
 def test_the_next_epochs_orders_are_made_by_other_processes(tmp_path, monkeypatch):
@@ -68,6 +71,12 @@ def test_a_process_that_fails_makes_no_order(capfd):
     for make in (fail, lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: np.array([object()])):
         orders.begin(1, make)
         assert orders.take(1) is None
+
+
+def test_where_memory_is_lacking_the_process_ends_before_the_training():
+    own, orders = int(OOM.read_text()), NextOrder()
+    orders.begin(1, lambda: np.array([int(OOM.read_text())]))
+    assert orders.take(1).tolist() == [1000] and int(OOM.read_text()) == own
 
 
 def begin_and_end(pipe):
