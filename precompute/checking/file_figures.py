@@ -172,7 +172,8 @@ def file_figures(
             if name not in HASHES or get_hash(name, stored) != expected:
                 found.faults.append(f"{path}: its {name} is not the one in the index; the file or the index is damaged")
                 break
-    where = folder / (entry.get("zip_data") or entry["raw_data"])["basename"]
+    raw = folder / entry["raw_data"]["basename"]
+    where = raw if raw.is_file() or not entry.get("zip_data") else folder / entry["zip_data"]["basename"]
     if not there:
         found.faults.append(f"{where}: missing")
     if found.faults:
@@ -180,7 +181,7 @@ def file_figures(
     try:
         with tempfile.TemporaryFile(prefix="precompose-") as scratch:
             file = locate(folder, entry, scratch)
-            if file != folder / entry["raw_data"]["basename"]:
+            if file != raw:
                 data = file.read_bytes()
             reader = _Reader(_info(entry, file), {name: name for name in columns}, data, texts)
             reader.path = str(where)  # and not that of the scratch file

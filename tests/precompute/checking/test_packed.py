@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from streaming.base.compression import decompress
 from streaming.base.hashing import get_hash
 
 from precompute import pack
@@ -94,6 +95,10 @@ def test_faults_of_compressed_files_name_them(text_sets, tmp_path, capsys):
     assert main([str(tmp_path / "captions")]) == 1
     said = capsys.readouterr().out
     assert f"  fault: {first}: sample 6 is damaged" in said and f"  fault: {second}: missing\n" in said
+    raw = first.with_suffix("")  # as training decompresses it
+    raw.write_bytes(decompress("zstd", first.read_bytes()))
+    assert main([str(tmp_path / "captions")]) == 1
+    assert f"  fault: {raw}: sample 6 is damaged" in capsys.readouterr().out
 
 
 def test_what_packed_texts_cannot_be_asked_is_said(text_sets, capsys):
