@@ -34,7 +34,7 @@ network = load_dvae(Path("{folder}"))  # tokens and decode
 }
 # What says that a model is one of those that generate nothing from captions and that no library opens.
 OWN = {"language": "transformer/config.json", "dvae": "encoder.safetensors"}
-CHECKOUT = "Run these lines in a checkout of Precompose, which trained the model: no other program opens this folder."
+CHECKOUT = "Run these lines in a checkout of Precompose, which trained the model."
 
 
 def model_card(export: Path, layout: str, out: str, guidance: float | None) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from diffusers import StableDiffusionPipeline
+from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 from safetensors.torch import load_file, save_file
 
 from recipes.config.recipe import Recipe, load_config, to_yaml
@@ -141,7 +141,10 @@ def test_a_pipeline_holds_all_its_parts(small_recipe, tmp_path):
     known[of_16_bits] = known[of_16_bits].half().float()
     assert {tensor.dtype for tensor in written.values()} == {torch.float32}
     assert all(torch.equal(written[name], known[name]) for name in known)
-    assert "as trained" in (tmp_path / "raw" / "README.md").read_text()
+    opened = UNet2DConditionModel.from_pretrained(tmp_path / "raw" / "unet", low_cpu_mem_usage=False).state_dict()
+    assert all(torch.equal(opened[name], known[name]) for name in known)
+    card = (tmp_path / "raw" / "README.md").read_text()
+    assert "as trained" in card and "in a checkout of Precompose" in card and "no other program" not in card
     assert not list((tmp_path / "out").rglob("*.bin")) and not list((tmp_path / "out").rglob("*.pt"))
     card = (tmp_path / "out" / "README.md").read_text()
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
