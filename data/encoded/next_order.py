@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import time
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data.system.helper_process import end_with_parent
+
+LONGEST = 600.0  # seconds that are waited for an order; a third of what training waits for a batch
+PAUSE = 0.002  # seconds
 
 
 class NextOrder:
@@ -70,16 +74,20 @@ class NextOrder:
     def take(self, key: Hashable) -> NDArray[np.int64] | None:
         """The order that was begun with this key, as read-only memory; waits until it is made.
 
-        None where none was begun, another one was, or the process has failed.
+        None where none was begun, another one was, or the process has failed or takes longer than `LONGEST`.
         """
         if self._made is None or self._made[0] != key:
             self._drop()
             return None
         _, process, file = self._made
         self._made = None
+        limit = time.monotonic() + LONGEST
         try:
-            _, status = os.waitpid(process, 0)
-            return np.load(f"/proc/self/fd/{file}", mmap_mode="r", allow_pickle=False) if status == 0 else None
+            while not (ended := os.waitpid(process, os.WNOHANG))[0]:
+                if time.monotonic() > limit:
+                    os.kill(process, signal.SIGKILL)
+                time.sleep(PAUSE)
+            return np.load(f"/proc/self/fd/{file}", mmap_mode="r", allow_pickle=False) if ended[1] == 0 else None
         except (OSError, ValueError):  # nobody asks how processes end, or it was killed while it wrote
             return None
         finally:

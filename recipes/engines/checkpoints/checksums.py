@@ -1,6 +1,6 @@
 """Checkpoints as `torch.save` writes them, without checksums of tensors.
 
-PyTorch writes a CRC-32 of each record, and compares none when it reads. They take four fifths of the time in which a
+PyTorch writes a CRC-32 of each record, and compares none when it reads. They take three quarters of the time in which a
 checkpoint is handed to the system, while all devices wait. What is no tensor keeps its checksum, with which
 `load_plain` compares it: a changed bit may lie in a name.
 """

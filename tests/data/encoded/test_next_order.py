@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.encoded import dataset
+from data.encoded import dataset, next_order
 from data.encoded.next_order import NextOrder
 from tests.data.encoded.test_dataset import BATCH, assert_same, copies, make_loader, write
 
@@ -77,6 +77,13 @@ def test_where_memory_is_lacking_the_process_ends_before_the_training():
     own, orders = int(OOM.read_text()), NextOrder()
     orders.begin(1, lambda: np.array([int(OOM.read_text())]))
     assert orders.take(1).tolist() == [1000] and int(OOM.read_text()) == own
+
+
+def test_a_process_that_hangs_is_waited_for_with_a_limit(monkeypatch):
+    monkeypatch.setattr(next_order, "LONGEST", 0.1)
+    orders = NextOrder()
+    orders.begin(1, lambda: time.sleep(1e6))
+    assert orders.take(1) is None
 
 
 def begin_and_end(pipe):
