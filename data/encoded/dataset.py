@@ -41,7 +41,7 @@ PREFETCH = 4  # batches that are ready or being read, per worker
 # their batches, they end the run after 600 s, in a collective; where all wait for the same store, none does.
 LONGEST_WAIT = 1800
 LONGEST_SEARCH = 20.0  # seconds, for the keys of samples
-AHEAD_FROM = 1 << 20  # samples of an epoch whose order is made before it begins; of fewer, that takes no second
+AHEAD_FROM = 1 << 20  # samples of an epoch whose order is made ahead; of fewer, it takes a fraction of a second
 
 # streaming calls its batching method for the order of an epoch.
 batching_methods["ahead"] = lambda dataset, *place: dataset.order(*place)
