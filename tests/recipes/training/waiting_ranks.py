@@ -23,6 +23,7 @@ from data.sources.base import Sample
 from data.system.errors import Outage
 from data.system.files import write_text
 from recipes.engines import resuming, shared_folder
+from recipes.engines.checkpoints import checksums
 from recipes.engines.checkpoints import copies as checkpoint_copies
 from recipes.engines.checkpoints import fetched as fetched_checkpoints
 from recipes.engines.checkpoints import files as checkpoint_files
@@ -196,11 +197,11 @@ def outside_of_collectives(said):
 
 
 @contextmanager
-def slow_disk(said, module):
-    """Inside, the first rank's disk takes longer than a collective may, when a module calls `torch.save`, and later."""
+def slow_disk(said):
+    """Inside, the first rank's disk takes longer than a collective may, when a file is written, and later."""
     to_disk, slow = checkpoint_files.to_disk, SimpleNamespace(save=lambda *values: work() or torch.save(*values))
     with outside_of_collectives(said) as work, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "torch", slow)
+        patch.setattr(checksums, "torch", slow)
         patch.setattr(checkpoint_files, "to_disk", lambda path: work() or to_disk(path))
         yield
 
@@ -208,12 +209,11 @@ def slow_disk(said, module):
 def slow_checkpoints_of_lightning(folder):
     """No collective waits for what the first rank alone writes, and synchronises with its disk."""
     from recipes.config.recipe import FSDP
-    from recipes.engines.lightning import checkpoints as module
     from tests.recipes.engines.lightning.test_checkpoints import new_checkpoints, save_at
 
     for name, fsdp in (("full", None), ("sharded", FSDP(checkpoints="sharded"))):
         checkpoints, run, _ = new_checkpoints(folder / name, fsdp=fsdp)
-        with slow_disk(folder / f"said-{name}", module):
+        with slow_disk(folder / f"said-{name}"):
             save_at(checkpoints, run, 1)
         assert (folder / name / "checkpoints" / "latest").exists()
 
@@ -237,10 +237,8 @@ def saver_of_composer(folder, sharded):
 
 def a_slow_full_checkpoint_of_composer(folder):
     """As above."""
-    from recipes.engines.composer import checkpoints as module
-
     saver, state = saver_of_composer(folder, sharded=False)
-    with slow_disk(folder / "said", module):
+    with slow_disk(folder / "said"):
         saver.save_and_wait(state, None)
     saved = torch.load(folder / "checkpoints" / "ep0-ba3-rank0.pt", weights_only=False)
     assert list(saved["state"]) == ["of 0", "algorithms"] and len(saved["rng"]) == 2
