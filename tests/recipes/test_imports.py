@@ -47,7 +47,7 @@ ARROWS = {
     "recipes/generation": SHARED,
     "recipes/evaluation": (*SHARED, "recipes/scoring", "recipes/generation"),
     "recipes/comparison": (*DATA, "recipes/config"),
-    "recipes/engines": (*SHARED, "recipes/training", "recipes/algorithms", "callbacks", "recipes/planning"),
+    "recipes/engines": (*SHARED, "recipes/training", "recipes/algorithms", "recipes/planning"),
     "recipes/exporting": (
         *SHARED,
         "recipes/training",
