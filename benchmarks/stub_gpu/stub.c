@@ -24,16 +24,18 @@
 
 static long launches, waits, captured; /* captured: kernels of the graph that is being recorded */
 static int counted = 1;
+static int idle; /* the host has waited, and has given the device nothing since */
 static void *capturing; /* the stream that records a graph; at most one does */
 static long strays; /* kernels launched meanwhile on other streams, which no graph has */
 static unsigned long long capture; /* how many were recorded, which is the id of the last */
 
 long stub_launches(void) { return launches; }
 long stub_strays(void) { return strays; }
-long stub_waits(void) { return waits; } /* times that the host would have waited for all that it has launched */
+long stub_waits(void) { return waits; } /* times that the host would have waited for what it has launched */
 void stub_count(int on) { counted = on; }
 
 static int launch(void) {
+  idle = 0;
   __atomic_add_fetch(capturing ? &captured : &launches, counted, __ATOMIC_RELAXED);
   return 0;
 }
@@ -45,7 +47,8 @@ static int launch_on(void *stream) {
 
 static int wait_for_device(void) {
   if (capturing) return 900; /* not permitted */
-  __atomic_add_fetch(&waits, counted, __ATOMIC_RELAXED);
+  if (!idle) __atomic_add_fetch(&waits, counted, __ATOMIC_RELAXED);
+  idle = 1;
   return 0;
 }
 
@@ -137,7 +140,13 @@ int cudaMemcpy(void *to, const void *from, size_t size, int kind) {
 int cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, void *stream) {
   /* The host's values of this moment would be part of a graph, or a graph's of a later one be read now. */
   if (capturing && stream == capturing && on_device(to) != on_device(from)) return 900;
-  return begin_copy(to, from, size, stream) ? 0 : copy(to, from, size);
+  if (begin_copy(to, from, size, stream)) {
+    idle = 0;
+    return 0;
+  }
+  /* Memory that is not page-locked is copied through the driver's own, before which the driver may wait. */
+  if (on_device(to) != on_device(from) && wait_for_device()) return 900;
+  return copy(to, from, size);
 }
 
 int cudaMemsetAsync(void *address, int value, size_t size, void *stream) {

@@ -46,4 +46,6 @@ class NoiseOfSamples(Lever):
         """
         if "seed" not in run.batch:
             raise ValueError("noise_of_samples: the batches have no `seed` for each sample; use data: {name: latents}")
-        run.batch[ENTRY] = seeds_of(run.batch["seed"], self.seed, run.clock.batch)
+        numbers = seeds_of(run.batch["seed"], self.seed, run.clock.batch)
+        # As the rest of the batch, so that the host does not wait for the device when microbatches are copied to it.
+        run.batch[ENTRY] = numbers.pin_memory() if run.batch["seed"].is_pinned() else numbers

@@ -128,7 +128,7 @@ class DiT(Denoiser):
         p = self.patch_size
         height, width = latents.shape[2] // p, latents.shape[3] // p
         x = F.pixel_unshuffle(latents, p).flatten(2).transpose(1, 2)  # BN(Cpp)
-        x = self.x_embedder(x) + grid_positions(height, width, self.width).to(x)  # BND
+        x = self.x_embedder(x) + grid_positions(height, width, self.width, x.device).to(x)  # BND
         y = self.y_embedder(text)  # BLD
         y = y + positions(torch.arange(y.shape[1], device=y.device), self.width).to(y)
         for block in self.y_blocks:
@@ -335,8 +335,11 @@ def positions(values: Tensor, width: int) -> Tensor:
     return torch.cat([angles.cos(), angles.sin()], dim=1)
 
 
-def grid_positions(height: int, width: int, channels: int) -> Tensor:
-    """Fixed embeddings (height * width, channels) of a grid: half of the channels are the row's, half the column's."""
-    rows = positions(torch.arange(height), channels // 2).repeat_interleave(width, dim=0)
-    columns = positions(torch.arange(width), channels // 2).repeat(height, 1)
+def grid_positions(height: int, width: int, channels: int, device: torch.device) -> Tensor:
+    """Fixed embeddings (height * width, channels) of a grid: half of the channels are the row's, half the column's.
+
+    They are computed on the device, because a copy from the host's memory would make the host wait in each pass.
+    """
+    rows = positions(torch.arange(height, device=device), channels // 2).repeat_interleave(width, dim=0)
+    columns = positions(torch.arange(width, device=device), channels // 2).repeat(height, 1)
     return torch.cat([rows, columns], dim=1)

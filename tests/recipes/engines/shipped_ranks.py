@@ -18,17 +18,25 @@ from tests.recipes.engines.recording import Recorder, record
 
 
 class Watch(Recorder):
-    """Also keeps the number formats that the layers of the blocks gave in training."""
+    """Also keeps the number formats that the layers of the blocks gave in training, and the waits of the last step."""
 
-    def __init__(self):
+    def __init__(self, counts):
         super().__init__()
         self.formats = set()
+        self.counts, self.waits = counts, None
 
     def begin(self, run):
         blocks = nn.ModuleList(run.task.blocks() or [run.task])
         for module in blocks.modules():
             if not list(module.children()):
                 module.register_forward_hook(self._note)
+
+    def batch_start(self, run):
+        self._before = self.counts and self.counts.waits
+
+    def step_end(self, run):
+        self.waits = self.counts and self.counts.waits - self._before
+        super().step_end(run)
 
     def end(self, run):
         """Keeps no weights and moments: gathering those of shards takes a tenth of the time, and nothing reads them."""
@@ -38,12 +46,12 @@ class Watch(Recorder):
             self.formats.add(str(output.dtype))
 
 
-def main(strays=lambda: 0):
-    """`strays` gives the number of kernels that were launched beside a graph that was being captured."""
+def main(counts=None):
+    """`counts` are those of a stub GPU."""
     folder = Path(sys.argv[1])
     seen = {}
     for name, (engine, path) in json.loads((folder / "recipes.json").read_text()).items():
-        watch = Watch()
+        watch = Watch(counts)
         try:
             record(engine, load_config(path, [], Recipe), watch)
         except BaseException:
@@ -51,13 +59,15 @@ def main(strays=lambda: 0):
         else:
             (throughput,) = (callback for callback in watch.callbacks.values() if isinstance(callback, Throughput))
             seen[name] = {
+                "engine": engine,
                 "losses": watch.losses,
                 "digests": watch.digests,
                 "formats": sorted(watch.formats),
                 "validated": [(batch, figures) for batch, _, figures in watch.evals],
                 "flops": throughput.flops,
                 "captured": sum(f.called for lever in watch.levers for f in getattr(lever, "forwards", ())),
-                "strays": strays(),
+                "strays": counts and counts.strays,
+                "waits": watch.waits,
                 "found": [s.size for s in watch.levers if isinstance(s, MicrobatchSearch) and s.settled],
             }
         (folder / f"seen.{rank()}.json").write_text(json.dumps(seen))

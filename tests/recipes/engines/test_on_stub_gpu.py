@@ -32,6 +32,8 @@ def seen(request, stub_gpu, tmp_path_factory):
         changes = ["training={device: gpu, tensor_parallel: 1, microbatch: 4}"]
         if "powersgd" in recipe.algorithms:  # which needs several machines, as tensor parallelism several GPUs
             changes += ["algorithms.powersgd=null"] + ["training.fsdp.replicas=1"] * sharded
+        if name == "sd2_base":
+            changes.append("algorithms.noise={name: noise_of_samples}")
         path = folder / f"{name}_{kind}.yaml"
         path.write_text(to_yaml(recipe))
         path.write_text(to_yaml(load_config(path, changes, Recipe)))
@@ -76,6 +78,19 @@ def test_it_runs_to_its_end(seen, name, kind):
         pytest.fail(report["error"], pytrace=False)
     assert len(report["losses"]) == BATCHES
     assert report["validated"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+def test_how_often_the_host_waits_in_a_step(seen, engine):
+    """Lightning's engine waits to read whether gradients are finite, where an update could not be taken back."""
+    waits = {run: report["waits"] for run, report in seen.items() if report.get("engine") == engine}
+    assert len(waits) > 10
+    for (name, kind), found in waits.items():
+        thread = 1 if name in (*AVERAGED, "dalle_1b") else 0  # the one that averages in host memory
+        # Composer waits for the batch's size, the loss and times, and copies a zero for each part of a loss.
+        limit = (1 if engine == "lightning" else 7) + thread
+        assert found <= limit, f"{name}, {kind}: {found}"
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from recipes.models.latent_diffusion.dit import DiT, grid_positions, positions
 
+CPU = torch.device("cpu")
 SIZES = {"width": 16, "layers": 2, "heads": 2, "text_width": 12, "latent_channels": 3, "patch_size": 2}
 
 
@@ -64,7 +65,7 @@ def test_it_is_what_the_papers_describe():
     network, (latents, times, text) = new(text_layers=1).double(), inputs(1)
     latents, text = latents.double(), text.double()
     patches = [latents[0, :, 2 * i : 2 * i + 2, 2 * j : 2 * j + 2].reshape(-1) for i in range(2) for j in range(3)]
-    x = network.x_embedder(torch.stack(patches)) + grid_positions(2, 3, 16)
+    x = network.x_embedder(torch.stack(patches)) + grid_positions(2, 3, 16, CPU)
     y = network.y_embedder(text[0]) + positions(torch.arange(5), 16)
     for block in network.y_blocks:
         q, k, v = (layer(block.norm1(y)) for layer in (block.attn.q, block.attn.k, block.attn.v))
@@ -99,7 +100,7 @@ def test_places_and_times_are_embedded_by_sinusoids():
     expected = [[*map(math.cos, row), *map(math.sin, row)] for row in angles]
     torch.testing.assert_close(positions(torch.tensor(values), 8), torch.tensor(expected), rtol=0, atol=2e-4)
     row, column = positions(torch.tensor([2.0, 4.0]), 8)
-    assert torch.equal(grid_positions(3, 5, 16)[2 * 5 + 4], torch.cat([row, column]))
+    assert torch.equal(grid_positions(3, 5, 16, CPU)[2 * 5 + 4], torch.cat([row, column]))
 
 
 def test_initial_weights_are_those_of_the_published_networks():
@@ -122,7 +123,7 @@ def test_initial_weights_are_those_of_the_published_networks():
 @given(height=st.integers(1, 9), width=st.integers(1, 9))
 @settings(max_examples=20)
 def test_every_place_of_a_grid_has_its_own_embedding(height, width):
-    found = grid_positions(height, width, 16)
+    found = grid_positions(height, width, 16, CPU)
     assert found.shape == (height * width, 16)
     apart = torch.cdist(found, found) + 10 * torch.eye(height * width)
     assert apart.min() > 1e-2
