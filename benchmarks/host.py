@@ -109,7 +109,7 @@ class Steps(Callback):
         rates: steps/s of each window. Samples are not counted: Lightning's engine adds them up on the device.
         wraps: whether DistributedDataParallel averages gradients.
         launches: kernels launched in the last step.
-        waits: how often the host waited in the last step for all that it had launched.
+        waits: how often the host waited in the last step for what it had launched.
     """
 
     def __init__(self) -> None:
@@ -252,10 +252,10 @@ def main() -> None:
     notes = (
         "Measured on a GPU that computes nothing. Its kernels take no time, so a step lasts as long as one core of "
         "this host needs to launch it. A step has 256 images at 256 (or 16, the share of one of 128 GPUs in the "
-        "recipe's batch of 2,048), 64 at 512, and 64 sequences of 1,280 tokens. `waits` are those for all that was "
-        "launched before; one of them is due to this measurement, which decides on the host whether gradients are "
-        "finite. `peak GB` is what PyTorch's allocator gave out at once, and `reserved GB` what it had of the GPU, "
-        "with the memory that CUDA graphs keep; workspaces of cuDNN come on top. Rates are medians of "
+        "recipe's batch of 2,048), 64 at 512, and 64 sequences of 1,280 tokens. `waits` are those for what was "
+        "launched before; a copy from memory that is not page-locked counts as one. `peak GB` is what PyTorch's "
+        "allocator gave out at once, and `reserved GB` what it had of the GPU, with the memory that CUDA graphs keep; "
+        "workspaces of cuDNN come on top. Rates are medians of "
         f"{arguments.rounds} processes, rows taking turns."
     )
     if arguments.averaging:

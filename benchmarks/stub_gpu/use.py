@@ -30,7 +30,7 @@ class Counts:
 
     @property
     def waits(self) -> int:
-        """Times that the host waited for all that it had launched."""
+        """Times that the host waited for what it had launched, also to copy from memory that is not page-locked."""
         return self._stub.stub_waits()
 
     @property
