@@ -38,8 +38,8 @@ class Guard(Lever):
     become smaller. Other batches whose gradients a lever has cleared, as powersgd does, count, and losses always do.
     Ranks agree by one exchange of two numbers per batch, which also says whether one of them got a signal to stop, or
     finds a checkpoint overdue.
-    A fused optimizer on whole copies of the model skips an update by itself. The host then launches the update first,
-    and reads at the end of the step whether it was skipped.
+    A fused optimizer skips an update by itself, also that of shards. The host then launches the update first, and reads
+    at the end of the step whether it was skipped.
 
     The checkpoint callback of either engine and `export` write nothing while `run.nonfinite` is above 0.
     """
@@ -75,15 +75,14 @@ class Guard(Lever):
     @torch.no_grad()
     def clip_gradients(self, run: Run) -> None:
         """Look at the gradients, and agree with the other ranks."""
-        trained = run.trained
-        gradients = [p.grad for p in trained if p.grad is not None]
+        gradients = [p.grad for p in run.trained if p.grad is not None]
         bad = ~largest_magnitude(gradients).isfinite()
         # Filled on the device: the host would wait for the backward pass with a copy of its own memory.
         asks = torch.full((), _asks(run), dtype=torch.int32, device=run.device)
         flags = torch.stack([bad.to(run.device, torch.int32), asks])
         all_reduce(flags, "MAX")
         self._flags = HostCopy(flags)
-        if gradients and run.nonfinite + 1 < self.limit and _looks_at_flags(run, trained):
+        if gradients and run.nonfinite + 1 < self.limit and _looks_at_flags(run):
             run.optimizer.found_inf = flags[0].float()  # and the host reads the flags when it has launched the update
             return
         self._read_flags(run)
@@ -174,13 +173,13 @@ def _asks(run: Run) -> int:
     return SAVE if time.monotonic() >= run.save_from else 0
 
 
-def _looks_at_flags(run: Run, parameters: list[Tensor]) -> bool:
+def _looks_at_flags(run: Run) -> bool:
     """Whether the optimizer skips an update by itself if its attribute `found_inf` is 1, as gradient scalers ask it to.
 
     The host then need not wait for the gradients before it launches the update.
     """
     fused = getattr(run.optimizer, "_step_supports_amp_scaling", False)
-    return fused and run.precision != "amp_fp16" and not any(isinstance(p, DTensor) for p in parameters)
+    return fused and run.precision != "amp_fp16"
 
 
 def block_norms(task: nn.Module) -> list[dict[str, Any]]:

@@ -13,6 +13,8 @@ pytestmark = [pytest.mark.timeout(1600), needs_stub_gpu]
 ENGINES = ("composer", "lightning")
 # With CUDA graphs too: PyTorch's own kernels and compiled blocks, scaled ones, and networks without blocks.
 GRAPHED = {"sd2_base": "blocks", "dalle_1b": "blocks", "dalle_12b": "blocks", "openmoji_text": "whole"}
+# With adam16, and with amp_fp16, the host reads whether gradients are finite before it launches the update.
+READ_FIRST = ("dalle_12b", "dalle_2b", "dvae")
 AVERAGED = ("dalle_12b", "dalle_2b")  # in host memory; FSDP2 under one engine each
 
 
@@ -83,13 +85,13 @@ def test_it_runs_to_its_end(seen, name, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_how_often_the_host_waits_in_a_step(seen, engine):
-    """Lightning's engine waits to read whether gradients are finite, where an update could not be taken back."""
+    """Under Lightning's engine at most once, if the optimizer does not skip updates by itself."""
     waits = {run: report["waits"] for run, report in seen.items() if report.get("engine") == engine}
     assert len(waits) > 10
     for (name, kind), found in waits.items():
         thread = 1 if name in (*AVERAGED, "dalle_1b") else 0  # the one that averages in host memory
         # Composer waits for the batch's size, the loss and times, and copies a zero for each part of a loss.
-        limit = (1 if engine == "lightning" else 7) + thread
+        limit = (name in READ_FIRST) + (6 if engine == "composer" else 0) + thread
         assert found <= limit, f"{name}, {kind}: {found}"
 
 

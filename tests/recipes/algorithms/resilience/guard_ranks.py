@@ -35,6 +35,33 @@ def one_ranks_gradients(folder):
         assert run.nonfinite == batch - 1 and not run.stopping
 
 
+def one_ranks_gradient_of_shards(folder):
+    """A NaN in the second rank's shard: the fused optimizer skips the update on both, and the host reads that later."""
+    torch.manual_seed(0)
+    task = nn.Linear(4, 4)
+    fully_shard(task, mesh=init_device_mesh("cpu", (2,)))
+    run = FakeRun(task, optimizer=torch.optim.AdamW(task.parameters(), lr=0.1, fused=True))
+    levers = Levers([], first=[Guard(3, str(folder))])
+    steps = []
+    for batch, bad in enumerate((False, True, False), 1):
+        levers.call("batch_start", run)
+        for parameter in task.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        if bad and dist.get_rank():
+            task.weight.grad.to_local()[1, 2] = float("nan")
+        levers.finish_gradients(run)
+        assert task.bias.grad is not None  # nothing is read yet
+        before = [parameter.full_tensor().clone() for parameter in task.parameters()]
+        run.optimizer.step()
+        same = [torch.equal(p.full_tensor(), old) for p, old in zip(task.parameters(), before, strict=True)]
+        assert same == [bad, bad]
+        run.loss = 1.0
+        levers.call("step_end", run.at(batch))
+        assert run.nonfinite == bad and run.optimizer.found_inf is None
+        steps.append({int(run.optimizer.state[p]["step"]) for p in task.parameters()})
+    assert steps == [{1}, {1}, {2}]  # what was skipped does not count in the bias correction
+
+
 def one_ranks_signal(folder):
     """A signal to the second rank only: both stop after the same batch."""
     task = nn.Linear(2, 2)
@@ -104,6 +131,7 @@ def a_report(folder):
 CHECKS = {
     "guard: a report": a_report,
     "guard: gradients of one rank": one_ranks_gradients,
+    "guard: a gradient of one rank's shard": one_ranks_gradient_of_shards,
     "guard: a signal to one rank": one_ranks_signal,
     "guard: the clock of one rank": one_ranks_clock,
     "guard: a shard of one rank": one_ranks_shard,
