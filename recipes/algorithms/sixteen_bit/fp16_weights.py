@@ -53,7 +53,9 @@ def clip(parameters: Iterable[Tensor], largest: float) -> Tensor:
         norms.append(norm if factor is None else norm / factor)
     norm = torch.linalg.vector_norm(torch.stack(norms))
     share = (largest / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-    torch._foreach_mul_([p.grad for p in parameters if factor_of(p) is None], share)
+    ordinary = [p.grad for p in parameters if factor_of(p) is None]
+    if ordinary:  # PyTorch refuses an empty list
+        torch._foreach_mul_(ordinary, share)
     for factor in factors.values():
         factor.div_(share)
     return norm

@@ -93,6 +93,15 @@ def test_matrices_that_share_a_factor_are_clipped_once():
     assert torch.stack(clipped).norm().item() == pytest.approx(0.5, rel=1e-5)
 
 
+def test_clipping_stored_gradients_alone():
+    """As where only matrices of blocks are trained."""
+    factor, matrix = torch.tensor(SCALE), nn.Parameter(torch.ones(2, 2))
+    store([matrix], factor)
+    matrix.grad = torch.full((2, 2), SCALE, dtype=torch.float16)
+    assert clip_by_norm([matrix], 0.5).item() == pytest.approx(2)
+    assert (matrix.grad.float() / factor_of(matrix)).norm().item() == pytest.approx(0.5, rel=1e-5)
+
+
 def test_clipping_a_skipped_update():
     factor, kinds = pair()
     assert clip_by_norm(kinds[0][0], 1.0) == 0 and factor == SCALE
