@@ -24,6 +24,8 @@ from streaming.base.batching import batching_methods, generate_work
 from streaming.base.world import World
 from torch import Tensor
 from torch.utils.data import get_worker_info
+from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from data.encoded.column_reader import DamagedError, StoredSample, column_readers
 from data.encoded.fetching import FetchingDataset, NoAnswer, NotFetched, WholeStream
@@ -221,6 +223,22 @@ def copy_rows(samples: Sequence[StoredSample], tensors: Mapping[str, Tensor]) ->
             row[:] = sample.arrays[name]
 
 
+class WatchedWorkers(_MultiProcessingDataLoaderIter):
+    """PyTorch's iterator with workers; one that died is noticed within seconds, also while a batch is waited for.
+
+    PyTorch learns of it by a signal, and raises an error wherever this process is. If that is where errors are caught,
+    or an instant before it waits, the error is lost. With a `timeout`, PyTorch looks after the workers only at its end.
+    """
+
+    def _try_get_data(self, timeout: float = MP_STATUS_CHECK_INTERVAL) -> tuple[bool, Any]:
+        end = time.monotonic() + timeout
+        while True:
+            left = end - time.monotonic()
+            found = super()._try_get_data(max(0.0, min(left, MP_STATUS_CHECK_INTERVAL)))
+            if found[0] or left <= MP_STATUS_CHECK_INTERVAL:
+                return found
+
+
 class EncodedLoader(StreamingDataLoader):
     """Batches of an `EncodedDataset`, and the position in them; see `Loading`.
 
@@ -234,6 +252,12 @@ class EncodedLoader(StreamingDataLoader):
         super().__init__(dataset, **arguments)
         self.ranks = ranks
         self._positions = deque([(0, 0)], REMEMBERED_POSITIONS)  # epoch and its samples on all ranks, after each batch
+
+    def _get_iterator(self) -> Any:
+        if not self.num_workers:
+            return super()._get_iterator()
+        self.check_worker_number_rationality()
+        return WatchedWorkers(self)
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches of the next epoch, or of the rest of one that was resumed.

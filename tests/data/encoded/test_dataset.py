@@ -1,5 +1,6 @@
 """Batches of latents, against streaming's own decoding and torch's own collation; position and errors."""
 
+import contextlib
 import gc
 import itertools
 import json
@@ -399,3 +400,20 @@ def test_workers_leave_signals_to_the_trainer(tmp_path, plain):
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def test_the_end_of_a_worker_is_noticed_also_where_pytorchs_error_was_lost(tmp_path, plain, monkeypatch):
+    """PyTorch would look after the workers when `LONGEST_WAIT` is over."""
+    monkeypatch.setattr("data.encoded.dataset.MP_STATUS_CHECK_INTERVAL", 0.1, raising=False)
+    batches = iter(loader := make_loader(True, copies(tmp_path, plain)[0], workers=2))
+    next(batches)
+    workers, queue = loader._iterator._workers, loader._iterator._data_queue
+    with contextlib.suppress(RuntimeError):
+        os.kill(workers[0].pid, signal.SIGKILL)
+        workers[0].join()
+    get = queue.get
+    monkeypatch.setattr(
+        queue, "get", lambda timeout: get(timeout=timeout) if timeout < 1 else pytest.fail(f"waits for {timeout} s")
+    )
+    with pytest.raises(RuntimeError, match=rf"worker \(pid\(s\) {workers[0].pid}\) exited unexpectedly"):
+        list(batches)
