@@ -47,10 +47,11 @@ def from_checkpoint(
     """
     deferred = Deferred()
     checkpoint = read_checkpoint(path, weights or "ema", deferred)
-    recipe = read_recipe(path.parents[1] / CONFIG if recipe_file is None else recipe_file)
+    run = path.parent.parent
+    recipe = read_recipe(run / CONFIG if recipe_file is None else recipe_file)
     task = build_on_meta(recipe.model)
     averaged = load(task, checkpoint, weights, deferred)
-    loading, bundle = training_data(recipe, task.requirements(), path.parents[1] / "export", data)
+    loading, bundle = training_data(recipe, task.requirements(), run / "export", data)
     record = {
         "run_name": recipe.run_name,
         "batches": checkpoint.batches,
@@ -58,7 +59,7 @@ def from_checkpoint(
         "checkpoint": path.name,
         "weights": "averaged" if averaged else "as trained",
     }
-    if (origin := started_from(recipe, path.parents[1])) is not None:
+    if (origin := started_from(recipe, run)) is not None:
         record["started_from"] = origin
     if loading.manifest is not None:
         encoders_of(loading.manifest, bundle)  # now, and not when somebody else opens the folder

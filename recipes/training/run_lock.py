@@ -44,7 +44,7 @@ def no_run_beside(checkpoint: Path) -> Iterator[None]:
         ValueError: a run trains there.
     """
     folder = checkpoint.absolute().parent
-    lock = folder.with_name(LOCK)
+    lock = folder.parent / LOCK
     busy = f"{folder}: a run trains there ({{holder}}); wait for its end, or copy the checkpoint to another folder"
     with held(lock, busy) if folder.name == "checkpoints" and lock.is_file() else nullcontext():
         yield

@@ -4,11 +4,14 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from recipes import convert_checkpoint, train
 from recipes.config.recipe import to_yaml
+from recipes.exporting import native
 from recipes.training import run_lock as module
 from recipes.training.run_lock import LOCK, no_run_beside, only_run
 
@@ -81,3 +84,11 @@ def test_a_checkpoint_of_no_run_gets_no_lock(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     with no_run_beside(tmp_path / "checkpoints" / "ep0-ba2.ckpt"):
         assert [path.name for path in tmp_path.rglob("*")] == ["checkpoints"]
+
+
+def test_a_checkpoint_may_lie_at_the_top_of_a_file_system(monkeypatch):
+    with no_run_beside(Path("/ep0-ba2.ckpt")):
+        pass
+    monkeypatch.setattr(native, "read_checkpoint", Mock())
+    with pytest.raises(FileNotFoundError, match="/config.yaml: no such file; give the config"):
+        native.from_checkpoint(Path("/ep0-ba2.ckpt"), Path("/out"), None, None, None)
