@@ -348,8 +348,7 @@ def load_config(path: str | Path, overrides: list[str], cls: type[Config], missi
     config = checker.section(cls, values, "")
     absent = checker.missing
     if isinstance(config, Recipe) and config.goes_on(maybe=missing is None):
-        # Of a run in a bucket, a file of `load_path` is still needed where the bucket has no checkpoint.
-        unread = ("checkpoints.load_weights: ", *(["checkpoints.load_path: "] if config.goes_on() else []))
+        unread = ("checkpoints.load_weights: ", "checkpoints.load_path: ")
         absent = [line for line in absent if not line.startswith(unread)]
     errors = checker.errors + (absent if missing is None else [])
     if errors:

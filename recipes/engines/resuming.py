@@ -106,6 +106,7 @@ def start_of(recipe: Recipe, engine: str, load_path: str | None) -> Path | None:
         load_path: `checkpoints.load_path`, or where it has been fetched to.
 
     Raises:
+        FileNotFoundError: `load_path` does not exist, and the run's bucket has no checkpoint.
         ValueError: `load_path` is a folder that holds checkpoints.
     """
     newest = KINDS[engine].newest(Path(recipe.output, "checkpoints")) if recipe.checkpoints.resumes else None
@@ -115,6 +116,11 @@ def start_of(recipe: Recipe, engine: str, load_path: str | None) -> Path | None:
     inner = newest_of_all(path) or newest_of_all(path / "checkpoints")
     if inner is not None:
         raise ValueError(f"checkpoints.load_path: {path} is a folder of checkpoints; name one of them, such as {inner}")
+    bucket = recipe.checkpoints.bucket
+    if bucket is not None and not path.exists():  # no error of the config, as the bucket might have had a checkpoint
+        raise FileNotFoundError(
+            f"checkpoints.load_path: `{path}` does not exist, and {bucket} has no checkpoint to go on from"
+        )
     return path
 
 

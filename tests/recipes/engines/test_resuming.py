@@ -16,7 +16,7 @@ from recipes.engines.checkpoints.plain_pickles import load_plain, plain_metadata
 from recipes.engines.checkpoints.same_model import Saved, saved_at
 from recipes.engines.checkpoints.sharded_files import Sharded
 from recipes.engines.dry_run_checks import check_on_meta
-from recipes.engines.resuming import prepare_folder, remove_halves, says_what_to_remove
+from recipes.engines.resuming import prepare_folder, remove_halves, says_what_to_remove, start_of
 from recipes.exporting.checkpoints import read_checkpoint
 from recipes.training.checkpoint_names import KINDS, check_engine, last_written, newest_of_all
 from tests.recipes.engines.lightning.test_checkpoints import new_checkpoints, save_at
@@ -214,6 +214,20 @@ def test_an_error_of_the_system_is_no_damage(tmp_path, sharded):
 def test_halves_are_looked_for_where_there_may_be_no_folder(tmp_path):
     remove_halves(tmp_path / "none")
     assert KINDS["composer"].newest(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize("engine", ["composer", "lightning"])
+def test_a_file_of_load_path_that_is_gone_while_the_run_has_a_bucket(quick_recipe, tmp_path, engine):
+    """It is needed where the bucket has no checkpoint, of which the newest lies in the run's folder by now."""
+    recipe, file = quick_recipe(tmp_path / "run"), tmp_path / "gone.ckpt"
+    recipe.checkpoints.bucket, recipe.checkpoints.autoresume = "s3://runs/one", True
+    said = f"^checkpoints.load_path: `{file}` does not exist, and s3://runs/one has no checkpoint to go on from$"
+    with pytest.raises(FileNotFoundError, match=said):
+        start_of(recipe, engine, str(file))
+    fetched = tmp_path / "run" / "checkpoints" / KINDS[engine].name_of(0, 2, sharded=False)
+    fetched.parent.mkdir(parents=True)
+    fetched.touch()
+    assert start_of(recipe, engine, str(file)) == fetched
 
 
 def test_the_newest_of_both_engines(tmp_path):
