@@ -68,3 +68,14 @@ def test_a_warm_up_in_another_unit():
     message = "schedule: a warm-up of 5ba cannot be taken from 1dur of a run of 160sp; give both in the same unit"
     with pytest.raises(ValueError, match=message):
         cosine(warmup="5ba")(clock_at(0, "160sp"))
+
+
+@pytest.mark.parametrize("schedule", [cosine, linear])
+def test_rates_below_zero_are_refused(schedule):
+    with pytest.raises(ValueError, match="schedule: final: -0.1; give 0 or more"):
+        schedule(final=-0.1)
+
+
+def test_a_cosine_over_nothing_is_refused():
+    with pytest.raises(ValueError, match="schedule: over: 0ba; give a length above 0"):
+        cosine(over="0ba")
