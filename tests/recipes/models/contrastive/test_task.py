@@ -210,3 +210,24 @@ def test_weights_that_differ_in_no_shape(folder, tmp_path, part, values, message
     (tmp_path / "open_clip_model.safetensors").symlink_to(folder / "open_clip_model.safetensors")
     with pytest.raises(ValueError, match=f"open_clip_config.json: {message}"):
         ContrastiveText(**SIZES).load_export(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"heads": 0}, "heads: 0; give 1 or more"),
+        ({"picture_layers": 0}, "picture_layers: 0; give 1 or more"),
+        ({"context_length": 2}, "context_length: 2; give 3 or more"),  # no token between the marks
+        ({"picture_size": 7}, "picture_size: 7; give 8 or more"),  # less than a patch
+        ({"heads": 3}, "width 16 must be a multiple of heads \\(3\\), and picture_width 32 of 32"),
+        ({"picture_width": 48}, "width 16 must be a multiple of heads \\(2\\), and picture_width 48 of 32"),
+    ],
+)
+def test_sizes_that_cannot_be(sizes, message):
+    with pytest.raises(ValueError, match=f"^contrastive_text: {message}"):
+        ContrastiveText(**SIZES | sizes)
+
+
+def test_what_images_and_captions_must_have(task):
+    wanted = {"picture_size": 16, "context_length": 12, "caption_vocabulary": 49408}
+    assert task.requirements() == wanted
