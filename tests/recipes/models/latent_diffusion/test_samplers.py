@@ -174,6 +174,13 @@ def test_guidance(sampler):
     assert (plain - alone).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_nothing_is_kept_for_a_backward_pass(guidance):
+    """The activations of all steps would be: 25 times those of a training step."""
+    weight = torch.ones(1, requires_grad=True)
+    assert not run(lambda latents, times, text: weight * latents, "ddim", 2, guidance=guidance)[1].requires_grad
+
+
 def test_noise_is_a_function_of_the_seed():
     together, state = seeded_noise([3, 4, 5], SHAPE), torch.get_rng_state()
     assert (together[1:2] == seeded_noise([4], SHAPE)).all() and (together[0] != together[1]).any()
