@@ -83,3 +83,19 @@ def test_scores_are_the_similarities_of_open_clips_own_embeddings(clip_folder):
     assert np.ptp(expected) > 0.01
     for batch in (2, 64):
         np.testing.assert_allclose(reranker.scores(captions, images, batch), expected, atol=1e-5)
+
+
+def test_images_of_another_size_are_resized_as_pillow_does_it(clip_folder):
+    """Bicubic, of all pixels and not of every third one, and with no value beyond black or white."""
+    reranker = reranking.Reranker(str(clip_folder), "cpu")
+    side = reranker.size[0]
+
+    def resized(pixels):
+        found = reranker._prepare(torch.from_numpy(pixels)[None])[0] * reranker.std + reranker.mean
+        return 255 * found.permute(1, 2, 0).numpy()
+
+    grey = np.random.default_rng(0).integers(64, 192, (3 * side, 3 * side, 3), dtype=np.uint8)
+    expected = np.asarray(Image.fromarray(grey).resize((side, side), Image.Resampling.BICUBIC))
+    assert abs(resized(grey) - expected).max() < 1.5  # Pillow rounds rows, then columns
+    edges = 255 * np.random.default_rng(0).integers(0, 2, (side - 3, side - 3, 3), dtype=np.uint8)
+    assert -0.01 < resized(edges).min() < 0.01 and 254.99 < resized(edges).max() < 255.01
