@@ -225,12 +225,17 @@ def test_tokens_come_as_often_as_they_are_likely():
         (Choice(top_k=2), [1, 3]),
         (Choice(top_p=0.7), [1, 3]),  # the likeliest alone has 0.64
         (Choice(top_p=0.6), [1]),
+        (Choice(top_k=2, top_p=0.7), [1]),  # of the two that are left it has 0.73
     ]:
         tokens = choose(logits.expand(count, 5), uniform, choice)
         scaled = torch.full((5,), -torch.inf)
         scaled[kept] = logits[kept] / choice.temperature
         shares = tokens.bincount(minlength=5) / count
         torch.testing.assert_close(shares, scaled.softmax(0), rtol=0, atol=1.5 / count)
+    halves = choose(torch.zeros(count, 2), uniform, Choice(top_p=0.5))
+    assert not halves.any()  # the first one alone has the half
+    impossible = torch.tensor([[-torch.inf, 0.0, -torch.inf]])
+    assert choose(impossible, torch.zeros(1), Choice()) == 1
     all_left = choose(logits.expand(count, 5), uniform, Choice(top_k=5, top_p=1.0))
     assert (all_left == choose(logits.expand(count, 5), uniform, Choice())).all()  # the same images by the same seeds
 
