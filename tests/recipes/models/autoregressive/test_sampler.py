@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from recipes.models.autoregressive.masks import TokenLayout
-from recipes.models.autoregressive.sampler import Choice, Drawing, choose, sample_tokens, uniforms
+from recipes.models.autoregressive.sampler import Choice, Drawing, choose, pad_captions, sample_tokens, uniforms
 from recipes.models.autoregressive.transformer import TokenTransformer
 from tests.recipes.algorithms.graphs.emulated import EmulatedGraph
 from tests.recipes.models.autoregressive.sampling_on_stub_gpu import TOKENS
@@ -238,6 +238,10 @@ def test_tokens_come_as_often_as_they_are_likely():
     assert choose(impossible, torch.zeros(1), Choice()) == 1
     all_left = choose(logits.expand(count, 5), uniform, Choice(top_k=5, top_p=1.0))
     assert (all_left == choose(logits.expand(count, 5), uniform, Choice())).all()  # the same images by the same seeds
+
+
+def test_captions_are_cut_at_their_end():
+    assert pad_captions([[5, 6, 7, 8], [9], []], 3).tolist() == [[5, 6, 7], [9, -1, -1], [-1, -1, -1]]
 
 
 @pytest.mark.parametrize(
