@@ -35,6 +35,7 @@ def batch():
     text = torch.randint(20, (5, 6), generator=generator)
     for row, length in enumerate([6, 2, 1, 0, 5]):
         text[row, length:] = -1
+    text[0, 3] = 0  # a token as any other
     return {"text": text, "image": torch.randint(12, (5, 16), generator=generator)}
 
 
@@ -61,6 +62,14 @@ def test_the_loss_and_its_gradients(batch):
     plain = torch.autograd.grad(text / 8 + 7 * image / 8, list(task.parameters()))
     for one, other in zip(own, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
+
+
+def test_the_text_loss_of_fewer_tokens_than_samples(batch):
+    """It is the mean over the two that are predicted."""
+    batch["text"][1:] = -1
+    batch["text"][0, 3:] = -1
+    task = small()
+    torch.testing.assert_close(task(batch)["text"].double(), reference(task, batch)[0], rtol=1e-5, atol=0)
 
 
 def test_a_new_model_gives_every_token_the_same_probability(batch):
