@@ -221,7 +221,7 @@ def test_warnings_of_pillow_are_not_heard(action):
 
 def test_sizes_and_aspect():
     data = encode(two_tone(40, 20))
-    assert decode(data, min_side=20, max_pixels=800, min_aspect=2.0, max_aspect=2.0).key == "k"
+    assert decode(data, min_side=20, max_pixels=800, min_aspect=2.0, max_aspect=2.0).original_size == (40, 20)
     assert decode(data, min_side=21).reason == "too_small"
     assert decode(data, max_pixels=799).reason == "too_many_pixels"
     assert decode(data, max_aspect=1.99).reason == "aspect"
@@ -252,6 +252,10 @@ def test_large_jpeg_is_decoded_at_a_fraction():
     turned = decode(encode(two_tone(1600, 1200), "JPEG", exif=exif), shrink_to=64)
     assert turned.original_size == (1200, 1600) and turned.image.shape == (200, 150, 3)
     assert decode(encode(two_tone(100, 90), "JPEG"), shrink_to=64).image.shape == (90, 100, 3)
+    # The last pixels stand for less than the others, and would come first in a picture that is turned.
+    data = encode(two_tone(1601, 1200), "JPEG", exif=exif)
+    assert decode(data, shrink_to=64).image.shape == (1601, 1200, 3)
+    assert decode(encode(two_tone(1601, 1200), "JPEG"), shrink_to=64).image.shape == (150, 201, 3)
 
 
 @pytest.mark.parametrize(
