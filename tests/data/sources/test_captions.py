@@ -68,6 +68,8 @@ def test_boilerplate():
     assert judge("A dog. (c) Smith 2012", boilerplate=DATES) == ("boilerplate", "0.67 of the characters")
     assert judge("A dog. (c) Smith 2012", boilerplate=DATES, max_boilerplate=0.7).startswith("A dog")
     assert judge("photographed on 1 May\nat a beach", boilerplate=DATES)[0] == "boilerplate"  # line ends too
+    assert judge("a cat up", boilerplate=["a cat", "none"], max_boilerplate=5 / 8) == "a cat up"  # 5 of 8, no more
+    assert judge("a cat up", boilerplate=["none"], max_boilerplate=0.0) == "a cat up"
     assert judge("(c) Smith 2012", boilerplate=[]) == "(c) Smith 2012"
 
 
@@ -137,6 +139,7 @@ def test_language(identifier):
     assert judge("ein Hund", language="en") == ("other_language", "de with probability 0.90")
     assert judge("ein Hund", language="de") == "ein Hund"
     assert judge("balloon", language="en") == "balloon"  # of no language in particular
+    assert judge("ein Hund", language="en", language_confidence=0.9)[0] == "other_language"
     assert judge("balloon", language="en", language_confidence=0.0)[0] == "other_language"
     with pytest.raises(ValueError, match="filter.language is 'english': give one of de, en, om"):
         Filter(language="english")

@@ -17,7 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 
-from data.sources.base import REASONS, Rejected, Sample, rejected_line, shard_id
+from data.sources.base import REASONS, Rejected, Sample, rejected_line, shard_id, shard_ids
 from data.sources.folder import FolderSource
 from data.sources.mds import MDSSource
 from data.sources.parquet import ParquetSource
@@ -368,3 +368,10 @@ def test_reasons_are_documented():
     assert all(reason.isidentifier() and text for reason, text in REASONS.items())
     with pytest.raises(AssertionError):
         Rejected("a", "because")
+
+
+def test_shards_whose_hashes_begin_alike_have_ids_of_their_own():
+    """sha256 of both begins with c11eb5e6, so that one folder would have been taken for the other's."""
+    ids = shard_ids([("set", (69235,)), ("set", (95303,)), ("other", (95303,)), ("set", (1,))])
+    assert len(set(ids)) == 4 and [len(one.partition("-")[2]) for one in ids] == [16, 16, 8, 8]
+    assert all(one.startswith("set-c11eb5e6") for one in ids[:2]) and ids[3] == shard_id("set", 1)

@@ -45,7 +45,7 @@ def test_training_depends_on_the_captions_alone(tokenizer):
 
 def test_captions_are_lower_cased_and_come_back(vocabulary):
     assert vocabulary.encode("A Red CAT") == vocabulary.encode("a red cat")
-    for caption in ("a red cat", "zebras? 17 of them; über €", "tab\tand\nline", "🦊🏽"):
+    for caption in ("a red cat", "zebras? 17 of them; über €", "tab\tand\nline", "🦊🏽", "0!"):
         assert vocabulary.decode(vocabulary.encode(caption)) == caption
     assert vocabulary.encode("") == [] and vocabulary.decode([-1, -1]) == ""
     assert len(vocabulary.encode("a red cat")) == 3  # words, each with its space
