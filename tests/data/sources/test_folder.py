@@ -126,6 +126,15 @@ def test_folder_table_oddities(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("table", ["file_name,text\na.png,one\n", '{"file_name": "a.png", "text": "one"}\n'])
+def test_a_table_may_begin_with_a_byte_order_mark(tmp_path, table):
+    """As spreadsheet programs write it."""
+    (tmp_path / "a.png").write_bytes(picture(1))
+    name = "t.csv" if table.startswith("file") else "t.jsonl"
+    (tmp_path / name).write_text(table, "utf-8-sig")
+    assert [row.caption for row in read(FolderSource(path=str(tmp_path), captions=name))] == ["one"]
+
+
 def test_rows_of_a_table_without_a_name_are_listed_by_their_line(tmp_path):
     (tmp_path / "a.png").write_bytes(picture(1))
     names = ("a.png", None, "", "gone.png")

@@ -11,6 +11,7 @@ TABLE = pa.table(
         "image": [{"bytes": b"x" * (n % 7), "path": None} for n in range(500)],
         "text": [f"caption {n % 9}" for n in range(500)],
         "n": range(500),
+        "text_n": range(500),
         "score": [n / 7 if n % 5 else None for n in range(500)],
         "tags": [["a", "b"][: n % 3] for n in range(500)],
         "yes": [n % 2 == 0 for n in range(500)],
@@ -44,6 +45,7 @@ def test_row_groups_are_those_of_pyarrow(options, tmp_path):
             assert chunk.data_page_offset == expected.data_page_offset
             assert chunk.dictionary_page_offset == (expected.dictionary_page_offset or 0)
     assert [chunk.path for chunk in found[0].of(["image", "n"])] == ["image.bytes", "image.path", "n"]
+    assert [chunk.path for chunk in found[0].of(["text"])] == ["text"]
 
 
 def test_a_table_without_rows(tmp_path):

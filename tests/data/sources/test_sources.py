@@ -17,7 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 
-from data.sources.base import REASONS, Rejected, Sample, rejected_line, shard_id, shard_ids
+from data.sources.base import REASONS, Rejected, Sample, assemble, rejected_line, shard_id, shard_ids
 from data.sources.folder import FolderSource
 from data.sources.mds import MDSSource
 from data.sources.parquet import ParquetSource
@@ -237,6 +237,16 @@ def test_empty_row_groups_of_parquet_are_passed_over(tmp_path):
         assert [row.caption for row in read(source)] == table["text"].to_pylist() and len(source.shards()) == shards
 
 
+def test_keys_of_parquet_count_the_rows_of_the_file(tmp_path):
+    """Row groups are joined until a shard has its least number of rows, and no further."""
+    table = pa.table({"image": [picture(i) for i in range(7)], "text": [f"c{i}" for i in range(7)]})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+    for size, shards in ((1, ["01", "23", "45", "6"]), (2, ["01", "23", "45", "6"]), (3, ["0123", "456"])):
+        source = ParquetSource(path=str(tmp_path), shard_size=size)
+        found = [[(row.key, row.caption) for row in source.read(shard)] for shard in source.shards()]
+        assert found == [[(f"a_0000000{row}", f"c{row}") for row in rows] for rows in shards]
+
+
 def test_parquet_errors(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"image": ["a.png"], "text": ["x"], "n": [1]}), path)
@@ -286,6 +296,18 @@ def test_mds_damage_and_loss(tmp_path):
         list(source.read(source.shards()[1]))
 
 
+def test_a_caption_that_mds_shards_hold_in_part_is_none(tmp_path):
+    from streaming import MDSWriter
+
+    with MDSWriter(out=str(tmp_path), columns={"image": "bytes", "text": "str"}) as writer:
+        for text in ("a dot", "a line and no dot"):
+            writer.write({"image": picture(1), "text": text})
+    file = tmp_path / "shard.00000.mds"
+    file.write_bytes(file.read_bytes()[:-8])
+    first, second = read(MDSSource(path=str(tmp_path), caption="text"))
+    assert (first.caption, second.reason) == ("a dot", "broken_shard")
+
+
 def test_mds_columns_are_checked(tmp_path):
     mds_source(tmp_path)
     path = str(tmp_path / "mds")
@@ -324,6 +346,12 @@ def test_mds_bombs_are_not_read_to_their_end(tmp_path, monkeypatch, compression)
         raw["bytes"] = size
         (row,) = source.read(shard)
         assert row.reason == "broken_shard" and reason in row.detail
+
+
+def test_a_file_that_no_picture_has_is_rejected(monkeypatch):
+    monkeypatch.setattr("data.sources.base.MAX_FILE_BYTES", 3)
+    assert assemble("k", b"123", "a dot") == Sample("k", b"123", "a dot")
+    assert assemble("k", b"1234", "a dot") == Rejected("k", "too_large_file", "4 bytes")
 
 
 # The disk
