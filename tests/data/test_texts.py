@@ -46,6 +46,9 @@ def test_files_are_joined_to_shards(folder):
     assert [names for names in source.parts.values()] == [["a.jsonl", "big.txt"], ["in/a.txt"]]
     with pytest.raises(ValueError, match="it has 2"):
         list(source.read("other"))
+    (folder / "in" / "a.txt").write_text("another one")  # of another size is another shard
+    again = TextSource(files=["*.jsonl", "big.txt", "in/a.txt"], shard_mb=1).shards()
+    assert [old == new for old, new in zip(source.shards(), again, strict=True)] == [True, False]
 
 
 def test_bytes_that_are_no_text(folder):

@@ -37,6 +37,10 @@ def test_columns_are_those_of_streamings_reader(tmp_path):
         assert sample.arrays["first"].tobytes() == row["b"].tobytes()
         assert sample.arrays["second"].tobytes() == row["d"].tobytes()
     assert readers[0].arrays["second"].shape == (2, 2)
+    data = readers[-1].get_sample_data(0)
+    for damaged in (data[:-1], data + b"\0"):
+        with pytest.raises(ValueError, match=f"{len(damaged)} of {len(data)} bytes"):
+            readers[-1].decode_sample(damaged)
     os.truncate(readers[1].path, 8)
     column_readers(shards, {"first": "b"}, ("a",), rank=0, ranks=2)  # each process looks at its share of the files
     with pytest.raises(ValueError, match="shard.00001.mds: .* has room for 8;"):

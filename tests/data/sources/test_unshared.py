@@ -50,7 +50,13 @@ def read(source):
 
 @pytest.mark.parametrize(
     ("at_least", "gone"),
-    [(None, {("a", "1"), ("b", "0")}), (0.95, {("a", "1"), ("b", "0")}), (0.98, {("a", "1")}), (1, set())],
+    [
+        (None, {("a", "1"), ("b", "0")}),
+        (0.95, {("a", "1"), ("b", "0")}),
+        (0.97, {("a", "1"), ("b", "0")}),
+        (0.98, {("a", "1")}),
+        (1, set()),
+    ],
 )
 def test_images_of_the_list_are_rejected_and_no_others(listed, at_least, gone):
     found = read(UnsharedSource(source=Inner(), shared=listed(), at_least=at_least))
