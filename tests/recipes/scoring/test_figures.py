@@ -39,9 +39,18 @@ def test_figures_are_those_of_their_definitions(sets):
     assert found["fid"] == pytest.approx(fid, rel=1e-5)
     # Binkowski et al. 2018: the unbiased estimate with the kernel (x y / d + 1)^3, here over one subset of all
     kernel = lambda a, b: (a @ b.T / 6 + 1) ** 3  # noqa: E731
-    off = 1 - np.eye(40)
-    kid = (kernel(x, x) * off).sum() / 1560 + (kernel(y, y) * off).sum() / 1560 - 2 * kernel(x, y).mean()
-    assert found["kid"] == pytest.approx(kid, rel=1e-4)
+
+    def distance(x, y):
+        off, pairs = 1 - np.eye(len(x)), len(x) * (len(x) - 1)
+        return ((kernel(x, x) + kernel(y, y)) * off).sum() / pairs - 2 * kernel(x, y).mean()
+
+    assert found["kid"] == pytest.approx(distance(x, y), rel=1e-4)
+    # Over subsets, which torch-fidelity draws from the first set and the other in turn
+    draws = np.random.RandomState(2020)
+    subsets = [distance(x[draws.permutation(40)[:20]], y[draws.permutation(40)[:20]]) for _ in range(3)]
+    several = figures(config(kid_subsets=3, kid_subset_size=20), generated, reference)
+    assert several["kid"] == pytest.approx(np.mean(subsets), rel=1e-4)
+    assert several["kid_std"] == pytest.approx(np.std(subsets), rel=1e-4)
 
     # Kynkaanniemi et al. 2019: the share that lies within the third neighbour's distance of any of the other set
     def covered(points, centres):
@@ -54,8 +63,13 @@ def test_figures_are_those_of_their_definitions(sets):
     assert found["clip_score"] == pytest.approx(100 * np.maximum(generated["scores"], 0).mean(), rel=1e-5)
     # Salimans et al. 2016: exp of the mean divergence from the mean, over one part
     p = np.exp(generated["logits"]) / np.exp(generated["logits"]).sum(1, keepdims=True)
-    score = np.exp((p * np.log(p / p.mean(0))).sum(1).mean())
-    assert figures(config(splits=1), generated, reference)["inception_score"] == pytest.approx(score, rel=1e-4)
+    score = lambda p: np.exp((p * np.log(p / p.mean(0))).sum(1).mean())  # noqa: E731
+    assert figures(config(splits=1), generated, reference)["inception_score"] == pytest.approx(score(p), rel=1e-4)
+    # Over two parts, after torch-fidelity has shuffled the pictures
+    p = p[np.random.RandomState(2020).permutation(40)]
+    halves = [score(p[:20]), score(p[20:])]
+    assert found["inception_score"] == pytest.approx(np.mean(halves), rel=1e-4)
+    assert found["inception_score_std"] == pytest.approx(np.std(halves), rel=1e-4)
 
 
 def test_equal_sets_are_at_no_distance(sets):

@@ -1,5 +1,8 @@
 """The best of several candidates per caption."""
 
+import json
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -67,6 +70,18 @@ def test_weights_and_a_model_of_another_activation(clip_folder, monkeypatch):
     # Stored scores of one are not taken for those of the other.
     names = ("ViT-L-14-quickgelu/openai", "ViT-L-14/laion2b_s32b_b82k")
     assert len({reranking.Reranker(name, "cpu").hash() for name in names}) == 2
+
+
+def test_the_hash_of_a_folder_is_of_its_weights_and_its_config(clip_folder, tmp_path):
+    """By another mean of pixels, the same weights give other features than those that are stored."""
+    other = tmp_path / "other"
+    shutil.copytree(clip_folder, other)
+    hashes = [reranking.Reranker(str(clip_folder), "cpu").hash(), reranking.Reranker(str(other), "cpu").hash()]
+    config = json.loads((other / reranking.CONFIG).read_text())
+    config["preprocess_cfg"]["mean"] = [0.4, 0.5, 0.5]
+    (other / reranking.CONFIG).write_text(json.dumps(config))
+    hashes.append(reranking.Reranker(str(other), "cpu").hash())
+    assert hashes[0] == hashes[1] != hashes[2]
 
 
 def test_scores_are_the_similarities_of_open_clips_own_embeddings(clip_folder):
