@@ -98,6 +98,8 @@ def test_finished_work_is_not_done_again(job):
     assert changed.file(variant, 0) == first.file(variant, 0) and changed.file(variant, 4) != first.file(variant, 4)
     changed.captions = CAPTIONS[:-1]  # the seeds of further candidates are counted from there
     assert changed.file(variant, 0) != first.file(variant, 0)
+    changed.captions = [*CAPTIONS[:4], *CAPTIONS[:4]]  # the images of the second chunk have other seeds
+    assert changed.file(variant, 0) != changed.file(variant, 4)
     for other in (replace(variant, radii=(0, 2)), replace(variant, pools=(1, 2))):
         assert first.file(other, 0) != first.file(variant, 0)
 

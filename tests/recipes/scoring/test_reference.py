@@ -88,7 +88,8 @@ def test_features_are_kept_for_each_blur_and_all_that_they_depend_on(monkeypatch
     assert extractor.seen == 15 and all((again[radius] == found[radius]).all() for radius in found)
     other = Extractor("two")
     changed = [Sample("0", samples[0].image, "another caption"), *samples[1:]]
-    for arguments in ((samples, 8, [0], other), (samples, 4, [0], other), (changed, 8, [0], other)):
+    redrawn = [Sample("0", samples[0].image[:-1] + b"x", samples[0].caption), *samples[1:]]  # as large as before
+    for arguments in (*[(part, 8, [0], other) for part in (samples, changed, redrawn)], (samples, 4, [0], other)):
         before = other.seen
         reference_features(*arguments, tmp_path)
         assert other.seen == before + 5

@@ -17,8 +17,9 @@ def test_q_depends_on_seed_and_block_and_on_nothing_else():
     again = LowRank(3, wire=FLOAT_32).new_state(shapes, CPU, 0)
     assert all(torch.equal(a, b) for a, b in zip(first.projections, again.projections, strict=True))
     assert not torch.equal(first.projections[0], first.projections[1])
-    for other in (LowRank(3).new_state(shapes, CPU, 1), LowRank(3, seed=1).new_state(shapes, CPU, 0)):
-        assert not torch.equal(first.projections[0], other.projections[0])
+    others = LowRank(3).new_state(shapes, CPU, 1), LowRank(3, seed=1).new_state(shapes, CPU, 0)
+    for one, other in ((first, others[0]), (first, others[1]), others):
+        assert not torch.equal(one.projections[0], other.projections[0])
 
 
 def test_q_is_gaussian():

@@ -145,6 +145,7 @@ def test_dependent_columns_are_not_for_cholesky_factors():
     good = torch.eye(6, 3)
     for bad in (torch.zeros(6, 3), torch.ones(6, 3), torch.full((6, 3), torch.nan)):
         assert cholesky_qr([good])[1] and not cholesky_qr([bad])[1] and not cholesky_qr([good, bad])[1]
+        assert not cholesky_qr([good, bad[:5]])[1] and not cholesky_qr([bad[:5], good])[1]  # of other shapes
     assert cholesky_qr([torch.zeros(0, 0)])[1]
 
 
