@@ -15,6 +15,7 @@ from recipes.planning.footprint import (
     gradient_traffic,
     microbatches_of,
     shard_traffic,
+    state_bytes,
 )
 
 
@@ -28,6 +29,12 @@ class TwoLayers(nn.Module):
 
     def blocks(self):
         return [self.block]
+
+
+def test_frozen_weights_have_no_gradients_and_the_optimizer_says_what_a_device_has():
+    """Of 10 values 6 are trained, 4 of these in 16 bits with their gradients; a device has half of them."""
+    costs = Costs(Cost(), {}, Cost(device_bytes=100), {"scaling": Cost(stored_16_bit=4)}, {})
+    assert state_bytes(10, 6, 0.5, costs) == ((6 * 4 + 4 * 2) + (2 * 4 + 4 * 2)) / 2 + 100
 
 
 def test_gradients_are_averaged_by_rows_of_shards_and_in_their_own_format():
