@@ -18,6 +18,7 @@ from recipes.models.task import Task
 from recipes.training.levers import Levers
 from tests.ranks import launch
 from tests.recipes.algorithms.residual import Residual
+from tests.recipes.training.fake_run import FakeRun
 
 HERE = Path(__file__).parent
 
@@ -68,6 +69,27 @@ def test_what_it_averages_between_are_replicas(capsys):
     lever.blocks, lever.machines, lever.compressor = blocks_of(lever.task), 2, LowRank(2, **lever.formats)
     lever._log_traffic()
     assert re.search(r"powersgd: \d+ matrices in \d+ blocks, 2 replicas, [\d,]+ bytes sent", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("share", [0.25, 1.5, None])
+def test_gradients_are_clipped_to_a_norm_and_shorter_ones_stay(one_rank, monkeypatch, share):
+    """As `training.grad_clip` clips those that are averaged whole. Full rank on a 32-bit wire loses nothing."""
+    task = Residual()
+    for number, p in enumerate(task.parameters()):
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(number))
+    given = [p.grad.clone() for p in task.parameters()]
+    norm = torch.cat([gradient.flatten() for gradient in given]).norm().item()
+    clip = None if share is None else share * norm
+    lever = PowerSGD(task, rank=100, wire="32-bit", buffer="32-bit", clip=clip)
+    monkeypatch.setattr(lever, "_check_processes", lambda run: None)  # one process, whose gradients are the average
+    run = FakeRun(task)
+    monkeypatch.setattr(task, "register_comm_hook", lambda *_: None, raising=False)
+    lever.begin(run)
+    lever.average_gradients(run)
+    ((_, figures),) = run.logged
+    assert figures["powersgd/norm"] == pytest.approx(norm, rel=1e-5) and figures["powersgd/skipped"] == 0
+    for p, gradient in zip(task.parameters(), given, strict=True):
+        torch.testing.assert_close(p.grad, min(1.0, share or 1.0) * gradient, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
