@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recipes.algorithms.powersgd.low_rank import LowRank
+from recipes.algorithms.powersgd.low_rank import LowRank, agree
 from recipes.algorithms.sixteen_bit.formats import FLOAT_32, MEAN_1_6_9
 
 CPU = torch.device("cpu")
@@ -35,6 +35,18 @@ def test_no_gradient_at_all_has_a_basis_too(one_rank):
     state = compressor.new_state(shapes, CPU, 0)
     block = compressor.compress([torch.zeros(shape) for shape in shapes], 1, state, dist.group.WORLD)
     assert block.orthonormal and not any(q.any() for q in block.factors)
+
+
+def test_values_that_several_devices_hold_count_once_in_the_norm(one_rank):
+    """Each of `copies` devices adds its share of them."""
+    compressor, shapes = LowRank(6, wire=FLOAT_32), [torch.Size((6, 20))]
+    gradient = torch.randn(shapes[0], generator=torch.Generator().manual_seed(0))
+    others, squared = [torch.full((3,), 2.0), torch.full((5,), 3.0)], gradient.square().sum().item()
+    for copies, rest in ((None, 12 + 45), ([4, 1], 12 / 4 + 45)):
+        state = compressor.new_state(shapes, CPU, 0)
+        block = compressor.compress([gradient.clone()], 1, state, dist.group.WORLD)
+        norm = agree([block], others, dist.group.WORLD, None, copies).norm
+        assert norm.item() == pytest.approx((squared + rest) ** 0.5, rel=1e-6)
 
 
 def test_a_state_lies_with_the_lesser_side_first():
