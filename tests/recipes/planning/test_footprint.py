@@ -43,6 +43,8 @@ def test_gradients_are_averaged_by_rows_of_shards_and_in_their_own_format():
     assert gradient_traffic(layer, Devices(2, 2)) == 4 * 20
     assert gradient_traffic(layer, Devices(4, 2)) == 4 * (9 + 3)
     assert gradient_traffic(layer, Devices(2, 2), stored_16_bit=15) == 2 * 15 + 4 * 5
+    layer.bias.requires_grad_(False)  # nothing is sent for what is not trained
+    assert gradient_traffic(layer, Devices(2, 2)) == 4 * 15
 
 
 @pytest.mark.parametrize(
