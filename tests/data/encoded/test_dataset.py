@@ -16,7 +16,15 @@ import torch
 from streaming import Stream, StreamingDataset
 from torch.utils.data import DataLoader
 
-from data.encoded.dataset import LONGEST_WAIT, EncodedDataset, key_seed, keys_of, open_loader, streams_of
+from data.encoded.dataset import (
+    LONGEST_WAIT,
+    EncodedDataset,
+    dataset_arguments,
+    key_seed,
+    keys_of,
+    open_loader,
+    streams_of,
+)
 from data.encoded.sets import local_set
 from data.latents import LatentDataset
 from data.loading import Placement, end_workers, leave_signals
@@ -417,3 +425,12 @@ def test_the_end_of_a_worker_is_noticed_also_where_pytorchs_error_was_lost(tmp_p
     )
     with pytest.raises(RuntimeError, match=rf"worker \(pid\(s\) {workers[0].pid}\) exited unexpectedly"):
         list(batches)
+
+
+def test_processes_that_divide_a_model_read_the_same_samples():
+    """What streaming calls replication."""
+    options = {"shuffle": True, "shuffle_algo": "py1e", "shuffle_block": None}
+    options |= {"predownload": None, "cache_limit": None, "epoch_size": None}
+    for copies, replication in ((1, None), (4, 4)):
+        placement = Placement(8, training=True, copies=copies)
+        assert dataset_arguments("latents", {}, placement, 0, **options)["replication"] == replication
