@@ -177,6 +177,14 @@ def test_messages_take_what_the_narrowest_link_allows(within, between, devices, 
     assert message_seconds(within, between, devices, 8, DEVICE, SHARES) == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize("devices", [Devices(16, 1), Devices(16, 2), Devices(16, 16)])
+def test_slow_links_within_machines_bound_messages_between_them(devices):
+    """A ring over several machines passes both kinds."""
+    slow = dataclasses.replace(DEVICE, within=2e9)
+    for sent in ((1e9, 0), (0, 1e9)):
+        assert message_seconds(*sent, devices, 8, slow, SHARES) == pytest.approx(1.0)
+
+
 def test_memory_is_divided_as_the_setting_says(planner):
     cluster = Cluster(DEVICE, 1e14, SHARES, 16, 8)
     count = sum(p.numel() for p in planner.task.parameters())
