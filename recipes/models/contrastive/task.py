@@ -85,7 +85,7 @@ class ContrastiveText(Task):
             heads: attention heads of the text transformer.
             context_length: tokens per caption, including the start and end marks.
             vocabulary: size of the vocabulary; 49,408 is that of open_clip's byte-pair tokenizer.
-            picture_size: side of the images in pixels.
+            picture_size: side of the images in pixels, a multiple of patch_size.
             patch_size: side of a patch in pixels.
             picture_width: width of the image transformer, a multiple of its head width 32.
             picture_layers: blocks of the image transformer.
@@ -100,10 +100,10 @@ class ContrastiveText(Task):
         check_least("contrastive_text", 1, **text, **pictures)
         check_least("contrastive_text", 3, context_length=context_length)  # a token between the marks
         check_least("contrastive_text", patch_size, picture_size=picture_size)
-        if width % heads or picture_width % HEAD_WIDTH:
+        if width % heads or picture_width % HEAD_WIDTH or picture_size % patch_size:
             raise ValueError(
-                f"contrastive_text: width {width} must be a multiple of heads ({heads}), and picture_width "
-                f"{picture_width} of {HEAD_WIDTH}"
+                f"contrastive_text: width {width} must be a multiple of heads ({heads}), picture_width {picture_width} "
+                f"of {HEAD_WIDTH}, and picture_size {picture_size} of patch_size ({patch_size})"
             )
         self.config: dict[str, Any] = {
             "embed_dim": embedding,

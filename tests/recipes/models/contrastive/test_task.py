@@ -219,8 +219,9 @@ def test_weights_that_differ_in_no_shape(folder, tmp_path, part, values, message
         ({"picture_layers": 0}, "picture_layers: 0; give 1 or more"),
         ({"context_length": 2}, "context_length: 2; give 3 or more"),  # no token between the marks
         ({"picture_size": 7}, "picture_size: 7; give 8 or more"),  # less than a patch
-        ({"heads": 3}, "width 16 must be a multiple of heads \\(3\\), and picture_width 32 of 32"),
-        ({"picture_width": 48}, "width 16 must be a multiple of heads \\(2\\), and picture_width 48 of 32"),
+        ({"heads": 3}, "width 16 must be a multiple of heads \\(3\\), picture_width 32 of 32, and"),
+        ({"picture_width": 48}, "width 16 must be a multiple of heads \\(2\\), picture_width 48 of 32, and"),
+        ({"patch_size": 5}, "width 16 must be .*, and picture_size 16 of patch_size \\(5\\)"),
     ],
 )
 def test_sizes_that_cannot_be(sizes, message):
