@@ -253,9 +253,10 @@ def main() -> None:
         "Measured on a GPU that computes nothing. Its kernels take no time, so a step lasts as long as one core of "
         "this host needs to launch it. A step has 256 images at 256 (or 16, the share of one of 128 GPUs in the "
         "recipe's batch of 2,048), 64 at 512, and 64 sequences of 1,280 tokens. `waits` are those for what was "
-        "launched before; a copy from memory that is not page-locked counts as one. `peak GB` is what PyTorch's "
-        "allocator gave out at once, and `reserved GB` what it had of the GPU, with the memory that CUDA graphs keep; "
-        "workspaces of cuDNN come on top. Rates are medians of "
+        "launched before; a copy from memory that is not page-locked counts as one. One of them is due to this "
+        "measurement, which decides on the host whether gradients are finite. `peak GB` is what PyTorch's allocator "
+        "gave out at once, and `reserved GB` what it had of the GPU, with the memory that CUDA graphs keep; workspaces "
+        "of cuDNN come on top. Rates are medians of "
         f"{arguments.rounds} processes, rows taking turns."
     )
     if arguments.averaging:

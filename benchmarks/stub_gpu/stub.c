@@ -32,7 +32,10 @@ static unsigned long long capture; /* how many were recorded, which is the id of
 long stub_launches(void) { return launches; }
 long stub_strays(void) { return strays; }
 long stub_waits(void) { return waits; } /* times that the host would have waited for what it has launched */
-void stub_count(int on) { counted = on; }
+void stub_count(int on) { /* what is not counted stands for launches */
+  counted = on;
+  idle = 0;
+}
 
 static int launch(void) {
   idle = 0;
@@ -48,7 +51,7 @@ static int launch_on(void *stream) {
 static int wait_for_device(void) {
   if (capturing) return 900; /* not permitted */
   if (!idle) __atomic_add_fetch(&waits, counted, __ATOMIC_RELAXED);
-  idle = 1;
+  idle = counted;
   return 0;
 }
 

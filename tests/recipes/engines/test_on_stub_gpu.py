@@ -13,8 +13,9 @@ pytestmark = [pytest.mark.timeout(1600), needs_stub_gpu]
 ENGINES = ("composer", "lightning")
 # With CUDA graphs too: PyTorch's own kernels and compiled blocks, scaled ones, and networks without blocks.
 GRAPHED = {"sd2_base": "blocks", "dalle_1b": "blocks", "dalle_12b": "blocks", "openmoji_text": "whole"}
-# With adam16, and with amp_fp16, the host reads whether gradients are finite before it launches the update.
-READ_FIRST = ("dalle_12b", "dalle_2b", "dvae")
+# With adam16, and with amp_fp16, the host reads whether gradients are finite before it launches the update, and with
+# resblock_grad_scaling, which blocks have overflowed.
+READS = {"dalle_12b": 2, "dalle_2b": 2, "dvae": 1}
 AVERAGED = ("dalle_12b", "dalle_2b")  # in host memory; FSDP2 under one engine each
 
 
@@ -85,13 +86,14 @@ def test_it_runs_to_its_end(seen, name, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_how_often_the_host_waits_in_a_step(seen, engine):
-    """Under Lightning's engine at most once, if the optimizer does not skip updates by itself."""
+    """Under Lightning only to read what decides on an update, where the optimizer does not skip it by itself."""
     waits = {run: report["waits"] for run, report in seen.items() if report.get("engine") == engine}
     assert len(waits) > 10
     for (name, kind), found in waits.items():
         thread = 1 if name in (*AVERAGED, "dalle_1b") else 0  # the one that averages in host memory
-        # Composer waits for the batch's size, the loss and times, and copies a zero for each part of a loss.
-        limit = (name in READ_FIRST) + (6 if engine == "composer" else 0) + thread
+        # One wait is due to the stub, whose magnitude of gradients is on the host. Composer waits for the size of the
+        # batch, the loss and times, and copies a zero for each part of a loss.
+        limit = 1 + READS.get(name, 0) + (6 if engine == "composer" else 0) + thread
         assert found <= limit, f"{name}, {kind}: {found}"
 
 
