@@ -106,7 +106,10 @@ def _told_error(text: str, outage: bool) -> ValueError:
 def wait() -> None:
     """Wait for all ranks. Every rank must call it."""
     if world_size() > 1:
-        dist.barrier()
+        # Before its first collective NCCL does not know the GPU of this process, and would take the one whose number is
+        # that of the rank modulo the machine's GPUs: another rank's, where runs do not use all GPUs of their machines.
+        own = [torch.cuda.current_device()] if dist.get_backend() == "nccl" else None
+        dist.barrier(device_ids=own)
 
 
 @contextmanager

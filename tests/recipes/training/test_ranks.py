@@ -17,6 +17,18 @@ def test_one_process_needs_no_process_group():
     assert ranks.from_first_rank("value") == "value"
 
 
+@pytest.mark.parametrize("backend, devices", [("nccl", [3]), ("gloo", None)])
+def test_ranks_wait_for_each_other_on_their_own_gpus(monkeypatch, backend, devices):
+    """NCCL would take the GPU of the rank's number. A run's first message is a barrier."""
+    given = []
+    monkeypatch.setattr(ranks, "world_size", lambda: 8)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda device_ids=None: given.append(device_ids))
+    ranks.wait()
+    assert given == [devices]
+
+
 LOST = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:43194"
 
 
