@@ -16,6 +16,7 @@ from data.cost import FLOAT, size_text
 from data.system.process_groups import leave
 from recipes.checking.finding import Finding
 from recipes.planning.hardware.link_rate import WORDS, all_reduce_rate
+from recipes.training.ranks import check_own_gpu
 
 # Clocks that differ by more than this confuse logs, and certificates and tokens of object stores.
 CLOCKS = 1.0  # seconds
@@ -28,12 +29,16 @@ def link_checks(own: list[Finding]) -> Iterator[Finding]:
 
     Args:
         own: what this process has found, of which others are told.
+
+    Raises:
+        ValueError: there are more processes than GPUs on this machine.
     """
     world = int(os.environ.get("WORLD_SIZE") or 1)
     if world == 1:
         return
     on_gpu = torch.cuda.is_available()
     if on_gpu:
+        check_own_gpu("links")
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK") or 0))
     try:
         # gloo on all: a machine that has lost its GPU must be able to say so.

@@ -45,7 +45,7 @@ from recipes.planning.tensor_parallel import check_tensor_parallel
 from recipes.training.callback import Callback
 from recipes.training.lever import Lever
 from recipes.training.levers import Levers
-from recipes.training.ranks import from_first_rank, rank, world_size
+from recipes.training.ranks import check_own_gpu, from_first_rank, rank, world_size
 from recipes.training.run import Precision
 from recipes.training.schedules import Schedule
 
@@ -75,7 +75,8 @@ class Place:
         """The place that a recipe asks for.
 
         Raises:
-            ValueError: a GPU is asked for where PyTorch sees none, or the run has several machines and this one none.
+            ValueError: a GPU is asked for where PyTorch sees none, the run has several machines and this one none, or
+                the machine has more processes than GPUs.
         """
         device, found = recipe.training.device, torch.cuda.is_available()
         use_gpu = found if device == "auto" else device == "gpu"
@@ -87,6 +88,8 @@ class Place:
                 f"training.device: PyTorch sees no GPU on {platform.node()}, and the run's other machines would wait "
                 "for it if they have some; repair its driver, or set training.device=cpu"
             )
+        if use_gpu:
+            check_own_gpu("training.device")
         return cls(use_gpu, resolve(recipe.training.precision, use_gpu=use_gpu), local_world_size)
 
 

@@ -27,6 +27,7 @@ from recipes.scoring.extractors import build_extractor
 from recipes.scoring.figures import Settings, check_counts, figures
 from recipes.scoring.reference import RESIZE, captions_of, content, read_reference, reference_features
 from recipes.scoring.reranking import Reranker
+from recipes.training.ranks import check_own_gpu
 
 # Files of an export that images depend on besides the network, as far as its family has them. The manifest holds hashes
 # of the encoders' weights, with which they are compared when the pipeline is loaded.
@@ -47,6 +48,7 @@ def evaluate(export: Path, config: Evaluation) -> dict[str, Any] | None:
     captions = captions_of(samples, config.images, config.seed)
     check_counts(settings_of(config), len(captions), len(samples))
     if torch.cuda.is_available() and config.device != "cpu":
+        check_own_gpu("device")
         torch.cuda.set_device(rank.local)
     pipeline = load_pipeline(folder, config.device, config.precision, config.weights)
     extractor = build_extractor(config.extractor.kind, config.extractor.path, pipeline.device)

@@ -21,6 +21,7 @@ from data.system.process_groups import leave
 from recipes.models.sampling import DTYPES
 from recipes.planning.hardware.gpus import Device, Shares
 from recipes.planning.hardware.link_rate import all_reduce_rate, synchronize
+from recipes.training.ranks import check_own_gpu
 
 SMALLEST, LARGEST = 256, 16384  # sides of the matrices
 ENOUGH = 0.05  # seconds: a product that takes as long is timed well, and is not enlarged
@@ -39,12 +40,13 @@ def calibrate() -> tuple[Device, dict[str, Any]]:
         The device, whose rates are what was reached: its shares are 1. And under which circumstances.
 
     Raises:
-        ValueError: an all-reduce gives wrong sums.
+        ValueError: an all-reduce gives wrong sums, or there are more processes than GPUs on this machine.
     """
     world = int(os.environ.get("WORLD_SIZE") or 1)
     local = int(os.environ.get("LOCAL_WORLD_SIZE") or world)
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda":
+        check_own_gpu("--calibrate")
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK") or 0))
     within = between = None
     if world > 1:

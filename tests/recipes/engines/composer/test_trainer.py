@@ -271,6 +271,19 @@ def test_of_several_machines_each_needs_a_gpu(quick_recipe, tmp_path, monkeypatc
         assert not parts.Place.of(quick_recipe(tmp_path, "training.device=cpu"), 2).use_gpu
 
 
+def test_each_process_needs_a_gpu_of_its_own(quick_recipe, tmp_path, monkeypatch):
+    """As many as a machine has, or all but one of them hidden from each process, as some schedulers do."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    recipe = quick_recipe(tmp_path, "training.device=auto")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert parts.Place.of(recipe, 2).use_gpu
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(ValueError, match="training.device: process 1 of .* has no GPU, as PyTorch sees 1 GPU there"):
+        parts.Place.of(recipe, 2)
+    assert not parts.Place.of(quick_recipe(tmp_path, "training.device=cpu"), 2).use_gpu
+
+
 def test_batches_divide_over_devices(quick_recipe, tmp_path, monkeypatch):
     assert quick_recipe(tmp_path).training.device_batch(2) == 4
     monkeypatch.setattr(parts, "world_size", lambda: 3)
