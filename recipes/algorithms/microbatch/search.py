@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from data.system.log import log
@@ -185,6 +186,8 @@ class MicrobatchSearch(Lever):
             self.plan.lower(agreed)
         found, self.size = agreed == self.size, agreed
         run.set_microbatch(self.size)
+        # cuDNN's trials for a new shape allocate the largest workspace of all algorithms that fit into free memory.
+        self.warm = found or not torch.backends.cudnn.benchmark
         if self.compiling:  # a new size is compiled or captured anew, and the batch that does so is not measured
             for lever in () if found else self.compiled:
                 lever.pause(False)

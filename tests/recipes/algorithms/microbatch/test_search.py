@@ -101,6 +101,20 @@ def test_training_is_that_of_any_other_microbatch():
     assert seen.losses == pytest.approx(whole.losses, rel=1e-6)  # summed in 32 bits
 
 
+def test_what_cudnn_tries_with_a_new_size_does_not_count(monkeypatch):
+    """The largest workspace of all of its algorithms, which the chosen one does not need."""
+
+    class Trials(FakeMemory):
+        def read(self):
+            new = self.sizes[-1] not in self.sizes[:-1]
+            return replace(super().read(), growth=super().read().growth + 4_000 * MB * new)
+
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    memory = Trials(held=1_000 * MB, fixed=500 * MB, each=500 * MB)
+    _, search, _ = run(memory)
+    assert memory.sizes == [1, 1, 2, 2, 8, 8, 12, 12] and search.settled
+
+
 def test_what_a_run_says_and_logs(capsys):
     run(FakeMemory(held=1_000 * MB, fixed=500 * MB, each=500 * MB))
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("microbatch")]
