@@ -62,7 +62,8 @@ def link_checks(own: list[Finding]) -> Iterator[Finding]:
 
 
 def of_other_machines(told: list[tuple[str, list[Finding]]]) -> Iterator[Finding]:
-    """What is wrong on machines other than the first rank's, each once, with the names of the machines.
+    """What is wrong on machines other than the first rank's, each once, with the names of the machines; and errors that
+    other processes of that machine have found, whose GPUs are other ones.
 
     Args:
         told: of each rank, in order: the name of its machine, and what it has found.
@@ -72,7 +73,8 @@ def of_other_machines(told: list[tuple[str, list[Finding]]]) -> Iterator[Finding
     found: dict[Finding, dict[str, None]] = {}
     for host, findings in told:
         for finding in findings:
-            if host != first and finding.level != "ok" and finding not in here:
+            elsewhere = host != first and finding.level != "ok" and finding not in here
+            if elsewhere or host == first and finding.level == "error" and finding not in told[0][1]:
                 found.setdefault(finding, {})[host] = None
     for finding, hosts in found.items():
         yield dataclasses.replace(finding, text=f"on {', '.join(hosts)}: {finding.text}")

@@ -98,14 +98,22 @@ def _canonical(name: str) -> str:
 def gpu() -> Finding:
     """Whether torch can use the GPUs that the driver shows. Imports torch.
 
+    The checks that follow use the GPU that this process has in a run, as those of the machine's other processes do.
+
     Raises:
-        ValueError: the driver hangs, for which torch, and with it the checks that follow, would wait as well.
+        ValueError: the driver hangs, for which torch, and with it the checks that follow, would wait as well; or there
+            are more processes than GPUs on this machine.
     """
     import torch
 
+    from recipes.training.ranks import check_own_gpu
+
     shown = _driver_gpus()
     if torch.cuda.is_available():
-        name, capability = torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0)
+        check_own_gpu("GPU")
+        own = int(os.environ.get("LOCAL_RANK") or 0)
+        torch.cuda.set_device(own)
+        name, capability = torch.cuda.get_device_name(own), torch.cuda.get_device_capability(own)
         built = torch.cuda.get_arch_list()
         # Code for a GPU runs on later ones of the same major number.
         if not any(_runs(architecture, capability) for architecture in built):

@@ -21,6 +21,12 @@ def test_what_is_wrong_on_other_machines_is_told_once_with_their_names():
     assert list(of_other_machines(told)) == [Finding("error", "shared memory", "on b, c: not there")]
 
 
+def test_what_is_wrong_with_another_gpu_of_the_first_machine_is_told():
+    ok, wrong, load = Finding("ok", "GPU", ""), Finding("error", "attention", "wrong"), Finding("warning", "load", "5")
+    told = [("a", [ok]), ("a", [wrong, load]), ("b", [wrong])]
+    assert list(of_other_machines(told)) == [Finding("error", "attention", "on a: wrong")]
+
+
 def test_machines_that_do_not_reach_each_other_speak_for_themselves(monkeypatch, capsys):
     def unreachable(*arguments, **keywords):
         raise RuntimeError("timed out\nstack")

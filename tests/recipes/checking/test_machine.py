@@ -115,6 +115,24 @@ def test_a_gpu_that_torch_cannot_use(monkeypatch, driver, cuda, why):
     assert machine.gpu().level == "ok"
 
 
+def test_each_process_looks_at_its_own_gpu(monkeypatch):
+    import torch
+
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_90"])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: f"GPU {number}")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda number: (9, 0))
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(machine, "_driver_gpus", list)
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    assert machine.gpu().text.startswith("8 x GPU 5") and chosen == [5]
+    monkeypatch.setenv("LOCAL_RANK", "8")
+    with pytest.raises(ValueError, match="GPU: process 8 of .* has no GPU, as PyTorch sees 8 GPUs there"):
+        machine.gpu()
+
+
 def test_a_driver_that_hangs(monkeypatch, tmp_path, capsys):
     """It is one line of the doctor, who does not ask torch, which would hang too."""
     program = tmp_path / "nvidia-smi"
