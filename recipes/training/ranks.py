@@ -129,7 +129,7 @@ def wait() -> None:
     if world_size() > 1:
         # Before its first collective NCCL does not know the GPU of this process, and would take the one whose number is
         # that of the rank modulo the machine's GPUs: another rank's, where runs do not use all GPUs of their machines.
-        own = [torch.cuda.current_device()] if dist.get_backend() == "nccl" else None
+        own = [torch.cuda.current_device()] if "nccl" in dist.get_backend() else None
         dist.barrier(device_ids=own)
 
 
