@@ -275,6 +275,32 @@ def test_with_other_workers_a_resumed_run_begins_a_pass():
     assert sorted(found) == list(range(24)) and found != seen[:24]
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_each_rank_goes_on_from_its_own_position(workers):
+    """The state has the positions of all ranks, which differ where pictures of one were rejected."""
+
+    def make(rank):
+        return load(Numbered(1, 24, reject=(2, 6, 10)), batch=2, rank=rank, world=2, workers=workers)
+
+    whole, places = [], []
+    for rank in range(2):
+        loader = make(rank)
+        whole.append(take(loader, 9))
+        places += loader.state_dict(ahead=6)["places"]
+    assert len(places) == 2 and places[0] != places[1]
+    for rank in range(2):
+        resumed = make(rank)
+        resumed.load_state_dict({"batches": 3, "places": places})
+        assert take(resumed, 6) == whole[rank][6:]
+
+
+@pytest.mark.parametrize(("world", "workers"), [(1, 1), (3, 1), (2, 2)])
+def test_other_ranks_begin_the_pass_after_that_of_the_foremost(world, workers):
+    loader = load(Numbered(4, 6), world=world, workers=workers)
+    loader.load_state_dict({"batches": 9, "places": [[(1, 3)], [(2, 1)]]})
+    assert loader.dataset.places == [(3, 0)] * workers and loader.dataset.batches == 0
+
+
 def test_validation_is_limited_and_not_shuffled():
     loader = load(Numbered(3, 8), training=False, flip=1.0, limit=10)
     batches = list(loader)
