@@ -196,6 +196,16 @@ def test_a_run_goes_on_with_fewer_samples_than_it_has_seen(recipes, tmp_path, en
     assert len(whole) == len(set(whole)) == 16
 
 
+def test_every_validation_set_has_figures_of_its_own(recipes, latent_sets, tmp_path):
+    seen = f"{{name: latents, streams: {{s: {{name: local, path: {latent_sets}/train}}}}, resolution: 16, workers: 0}}"
+    always = ["algorithms.scheduled_ema=null", "training.duration=2ba", f"evals.seen={seen}"]
+    composer, lightning = (
+        record(engine, recipes["diffusion"](tmp_path / engine, *always)).evals for engine in ("composer", "lightning")
+    )
+    assert composer == lightning and [label for _, label, _ in lightning] == ["val", "seen"]
+    assert lightning[0][2]["loss"] != lightning[1][2]["loss"]
+
+
 def saved_states(recorder):
     """What a checkpoint at the end of the run would hold of its callbacks."""
     return {name: callback.state_dict() for name, callback in recorder.callbacks.items() if name != "recorder"}
