@@ -151,6 +151,27 @@ def test_a_contrastive_model_with_another_config_is_another_one(export, write, t
     assert after == figures(evaluate(export, read(write(**same, out=str(tmp_path / "other"))))) != before
 
 
+@pytest.mark.parametrize("changed", ["precision", "extractor", "clip", "rerank"])
+def test_nothing_is_kept_of_an_evaluation_by_other_means(export, write, tmp_path, clip_folder, changed):
+    """In the same folder: all chunks are drawn again, and figures are those of a new folder."""
+    model = shutil.copytree(clip_folder, tmp_path / "clip")
+    config = json.loads((model / "open_clip_config.json").read_text())
+    config["preprocess_cfg"] = config.get("preprocess_cfg", {}) | {"mean": [0.1, 0.9, 0.4]}
+    (model / "open_clip_config.json").write_text(json.dumps(config))
+    options = {"rerank": {"by": str(clip_folder), "pools": [1, 4]}} if changed == "rerank" else {}
+    change = {
+        "precision": {"precision": "bf16"},
+        "extractor": {"extractor": {"kind": "contrastive", "path": str(model)}},
+        "clip": {"clip": str(model)},
+        "rerank": {"rerank": {"by": str(model), "pools": [1, 4]}},
+    }[changed]
+    evaluate(export, read(write(**options)))
+    chunks = len(list((tmp_path / "report" / "work").iterdir()))
+    after = figures(evaluate(export, read(write(**change))))
+    assert len(list((tmp_path / "report" / "work").iterdir())) == 2 * chunks > 0
+    assert after == figures(evaluate(export, read(write(**change, out=str(tmp_path / "other")))))
+
+
 def test_any_number_of_ranks_and_any_batch(export, write, tmp_path, monkeypatch):
     alone = figures(evaluate(export, read(write())))
     path = write(out=str(tmp_path / "two"), batch=2)
