@@ -6,8 +6,10 @@ import shutil
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from data.encoded.dataset import EncodedDataset
 from recipes.config.recipe import to_yaml
 from recipes.engines.checkpoints.conversion import convert
 from recipes.training.callback import Callback
@@ -204,6 +206,19 @@ def test_every_validation_set_has_figures_of_its_own(recipes, latent_sets, tmp_p
     )
     assert composer == lightning and [label for _, label, _ in lightning] == ["val", "seen"]
     assert lightning[0][2]["loss"] != lightning[1][2]["loss"]
+
+
+def test_samples_of_validation_count_by_their_weights(recipes, tmp_path, monkeypatch):
+    """They are not 1 where ranks have a sample more than once."""
+    always = ["algorithms.scheduled_ema=null", "training.duration=1ba"]
+
+    def evals(name, engine):
+        return record(engine, recipes["diffusion"](tmp_path / name, *always)).evals
+
+    plain = evals("plain", "lightning")
+    monkeypatch.setattr(EncodedDataset, "weights", lambda *_: np.array([1, 0, 0.5, 1, 0, 0.25], dtype=np.float32))
+    found = evals("composer", "composer"), evals("lightning", "lightning")
+    assert found[0] == found[1] and found[0][0][2]["loss"] != plain[0][2]["loss"]
 
 
 def saved_states(recorder):
