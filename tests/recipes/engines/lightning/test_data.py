@@ -1,11 +1,15 @@
 """A run's batches as one long epoch of Lightning's: every batch once, epochs counted when they end."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from data.loading import Loading
 from recipes.engines.counts import Counts, epoch_batches
 from recipes.engines.lightning.data import EvalBatches, RunBatches
+from recipes.engines.lightning.module import TaskModule
 from recipes.engines.lightning.run import LightningRun
 from recipes.engines.logs.loggers import RunLoggers
 from recipes.training.microbatches import split
@@ -169,6 +173,19 @@ def test_a_validation_set_is_read_from_the_start_each_time():
     assert len(batches) == 3
     for _ in range(2):
         assert [int(batch["x"][0]) for batch in batches] == [0, 1, 2]
+
+
+def test_a_validation_set_is_transformed_as_its_own_loading_says():
+    seen, cpu = [], torch.device("cpu")
+    evals = {name: Loading(None, on_device=lambda batch, name=name: batch | {"of": name}) for name in ("a", "b")}
+    module = SimpleNamespace(_parts=SimpleNamespace(evals=evals), _between=SimpleNamespace(evaluate=seen.append))
+    module._run = SimpleNamespace(device=cpu, microbatch=2)
+    module._on_device = partial(TaskModule._on_device, module)
+    for number in (0, 1):
+        TaskModule.validation_step(module, {"x": torch.arange(3)}, 0, number)
+    assert [(part["of"], part["x"].tolist()) for part in seen] == [
+        ("a", [0, 1]), ("a", [2]), ("b", [0, 1]), ("b", [2])
+    ]  # fmt: skip
 
 
 def test_microbatches():
