@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from data.cost import FLOAT, size_text
+from data.own_gpu import check_own_gpu
 from data.system.process_groups import leave
 from recipes.checking.finding import Finding
 from recipes.planning.hardware.link_rate import WORDS, all_reduce_rate
-from recipes.training.ranks import check_own_gpu
 
 # Clocks that differ by more than this confuse logs, and certificates and tokens of object stores.
 CLOCKS = 1.0  # seconds

@@ -106,7 +106,7 @@ def gpu() -> Finding:
     """
     import torch
 
-    from recipes.training.ranks import check_own_gpu
+    from data.own_gpu import check_own_gpu
 
     shown = _driver_gpus()
     if torch.cuda.is_available():

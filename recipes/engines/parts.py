@@ -15,6 +15,7 @@ from torch import nn
 
 from data.encoded.dataset import EncodedDataset, keys_of
 from data.loading import Loading, Placement, end_idle_workers
+from data.own_gpu import check_own_gpu
 from data.system.garbage_collection import rare_searches
 from data.system.log import log
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
@@ -45,7 +46,7 @@ from recipes.planning.tensor_parallel import check_tensor_parallel
 from recipes.training.callback import Callback
 from recipes.training.lever import Lever
 from recipes.training.levers import Levers
-from recipes.training.ranks import check_own_gpu, from_first_rank, rank, world_size
+from recipes.training.ranks import from_first_rank, rank, world_size
 from recipes.training.run import Precision
 from recipes.training.schedules import Schedule
 

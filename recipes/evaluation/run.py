@@ -11,6 +11,7 @@ import torch
 
 from data.encoded.manifest import NAME as MANIFEST
 from data.encoded.manifest import NULL_TEXT
+from data.own_gpu import check_own_gpu
 from data.sources.base import Sample
 from data.system.log import log
 from data.system.ranks import Rank
@@ -27,7 +28,6 @@ from recipes.scoring.extractors import build_extractor
 from recipes.scoring.figures import Settings, check_counts, figures
 from recipes.scoring.reference import RESIZE, captions_of, content, read_reference, reference_features
 from recipes.scoring.reranking import Reranker
-from recipes.training.ranks import check_own_gpu
 
 # Files of an export that images depend on besides the network, as far as its family has them. The manifest holds hashes
 # of the encoders' weights, with which they are compared when the pipeline is loaded.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import re
 import sys
 import time
@@ -17,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.cost import count_text
 from data.system.errors import Outage
 
 _calls = count()  # of `by_first_rank`, the same on all ranks
@@ -39,24 +36,6 @@ def world_size() -> int:
 def is_first_rank() -> bool:
     """Whether this is rank 0, the process that writes files."""
     return rank() == 0
-
-
-def check_own_gpu(key: str) -> None:
-    """Find that this process has no GPU of its own, where PyTorch sees GPUs.
-
-    Args:
-        key: of the config that asks for a GPU, for the message.
-
-    Raises:
-        ValueError: its number on its machine is not that of a GPU.
-    """
-    local, count = int(os.environ.get("LOCAL_RANK") or 0), torch.cuda.device_count()
-    if local >= count:
-        gpus = count_text(count, "GPU")
-        raise ValueError(
-            f"{key}: process {local} of {platform.node()} (LOCAL_RANK) has no GPU, as PyTorch sees {gpus} there; start "
-            "one process per GPU, and let each see all GPUs of its machine (CUDA_VISIBLE_DEVICES)"
-        )
 
 
 def all_reduce(tensor: Tensor, operation: Literal["SUM", "MIN", "MAX"] = "SUM") -> None:

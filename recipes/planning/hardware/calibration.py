@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from data.cost import count_text, size_text
+from data.own_gpu import check_own_gpu
 from data.system.memory import MEMORY
 from data.system.process_groups import leave
 from recipes.models.sampling import DTYPES
 from recipes.planning.hardware.gpus import Device, Shares
 from recipes.planning.hardware.link_rate import all_reduce_rate, synchronize
-from recipes.training.ranks import check_own_gpu
 
 SMALLEST, LARGEST = 256, 16384  # sides of the matrices
 ENOUGH = 0.05  # seconds: a product that takes as long is timed well, and is not enlarged

@@ -51,7 +51,7 @@ def seen(request, stub_gpu, tmp_path_factory):
         path = folder / f"{name}_graphs.yaml"
         path.write_text(to_yaml(load_config(whole, changes, Recipe)))
         plan[f"{name} graphs"] = (engine, str(path))
-    changes = ["training={microbatch: auto, duration: 8ba}", f"output={folder}/auto"]
+    changes = ["training={microbatch: auto, duration: 10ba}", f"output={folder}/auto"]
     (folder / "auto.yaml").write_text(to_yaml(load_config(folder / "sd2_base_graphs.yaml", changes, Recipe)))
     plan["sd2_base auto"] = ("lightning", str(folder / "auto.yaml"))
     for name in AVERAGED:

@@ -40,6 +40,12 @@ class Seen(Callback):
         self.weights.append(torch.cat([p.detach().flatten() for p in state.model.parameters()]).cpu())
 
 
+@pytest.fixture(autouse=True)
+def no_trials(monkeypatch):
+    """An encode job of an earlier test may have left this on; each size would then be trained once more."""
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+
+
 def run(
     memory=None,
     microbatch=1,
