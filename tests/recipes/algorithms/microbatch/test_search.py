@@ -40,10 +40,12 @@ class Seen(Callback):
         self.weights.append(torch.cat([p.detach().flatten() for p in state.model.parameters()]).cpu())
 
 
-@pytest.fixture(autouse=True)
-def no_trials(monkeypatch):
+@pytest.fixture(autouse=True, scope="module")
+def no_trials():
     """An encode job of an earlier test may have left this on; each size would then be trained once more."""
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.backends.cudnn, "benchmark", False)
+        yield
 
 
 def run(
