@@ -93,6 +93,7 @@ def test_indexes(shards, tmp_path, data):
         ('{"version": 2, "shards": [{"format": "mds", "version": 2}]}', "/index.json: shard 0: column_names"),
         ('{"version": 2, "shards": [ENTRY, {"format": "mds", "version": 2}]}', "/index.json: shard 1: column_names"),
         ('{"version": 2, "shards": [ENTRY, {"column_names": [], "version": 2}]}', "/index.json: shard 1: is"),
+        ('{"version": 2, "shards": [ENTRY, ENTRY]}', "/index.json: shard 1: names 'shard.00000.mds', as an earlier"),
     ],
 )
 def test_training_data_of_a_damaged_index(shards, tmp_path, text, fault):

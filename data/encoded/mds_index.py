@@ -29,7 +29,7 @@ def read_index(folder: str | Path) -> list[Shard]:
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: it is no index of MDS shards of version 2; an entry lacks a field, holds a value of another type,
-            names a file outside of the folder, or more samples than its file has room for.
+            names a file outside of the folder or one of an earlier entry, or more samples than its file has room for.
     """
     path = Path(folder, INDEX)
     try:
@@ -41,13 +41,17 @@ def read_index(folder: str | Path) -> list[Shard]:
     entries = values.get("shards")
     if values.get("version") != 2 or not isinstance(entries, list):
         raise ValueError(f"{path}: not the index of MDS shards, it has no `version` 2 or no list `shards`")
-    before = None
+    before, named = None, set()
     for number, entry in enumerate(entries):
         try:
             _check(entry, before)
+            name = entry["raw_data"]["basename"]
+            if name in named:  # its samples would be trained on twice as often as all others
+                raise ValueError(f"names {name!r:.80}, as an earlier shard does")
         except ValueError as error:
             raise ValueError(f"{path}: shard {number}: {error}") from None
         before = entry
+        named.add(name)
     return entries
 
 
