@@ -35,6 +35,8 @@ from recipes.config.command_line import fail, path_of, read_command_line, user_e
 from recipes.config.reading import read_values
 from recipes.config.values import ConfigError
 
+RECORDS = 64  # by default
+
 
 def without_others(file: Path, label: str) -> list[str]:
     """Overrides of a job's config that remove all sources but one: the others, which are not read, may be gone."""
@@ -55,6 +57,7 @@ def _packs(file: str) -> bool:
 
 
 def _verify_packed(folder: Path, options: argparse.Namespace, others: list[str]) -> bool:
+    others = [f"--{name}" for name in ("records", "seed") if getattr(options, name) is not None] + others
     if others:
         fail([f"{others[0]}: {folder} is a set of packed texts, which are checked with --out and --workers only"])
     with user_errors():
@@ -65,17 +68,15 @@ def _verify_packed(folder: Path, options: argparse.Namespace, others: list[str])
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser("verify.py", add_help=False, allow_abbrev=False)
-    parser.add_argument("--records", type=int, default=64)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--records", type=int)
+    parser.add_argument("--seed", type=int)
     parser.add_argument("--out", type=path_of)
     parser.add_argument("--workers", type=int, default=min(8, len(os.sched_getaffinity(0))))
     options, rest = parser.parse_known_args(arguments)
-    if options.records < 1:
-        fail([f"--records={options.records}; give 1 or more"])
-    if options.seed < 0:
-        fail([f"--seed={options.seed}; give 0 or more"])
-    if options.workers < 1:
-        fail([f"--workers={options.workers}; give 1 or more"])
+    for name, least in (("records", 1), ("seed", 0), ("workers", 1)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            fail([f"--{name}={value}; give {least} or more"])
     label = None
     if rest and Path(rest[0]).is_dir():
         folder = Path(rest[0]).absolute()
@@ -104,7 +105,8 @@ def main(arguments: list[str]) -> int:
 
         out, labels = options.out or Path(config.out, "verified"), [label] if label else list(config.sources)
         try:
-            holds = verify(config, labels, options.records, options.seed, out, options.workers)
+            records, seed = RECORDS if options.records is None else options.records, options.seed or 0
+            holds = verify(config, labels, records, seed, out, options.workers)
         except KeyboardInterrupt:
             log.warning("\nverify: interrupted; the same command goes on where it stopped, unless there were faults")
             sys.exit(130)

@@ -105,6 +105,8 @@ def test_what_packed_texts_cannot_be_asked_is_said(text_sets, capsys):
     for arguments, line in [
         ([text_sets], f"not an encoded set, it has no manifest.json; give {text_sets}/captions"),
         ([text_sets / "docs" / "config.yaml"], "a job of precompute/pack.py; give the folder of one of its sets"),
+        ([text_sets / "docs", "--records=3"], f"--records: {text_sets}/docs is a set of packed texts"),
+        ([text_sets / "docs", "--seed=0"], f"--seed: {text_sets}/docs is a set of packed texts"),
         ([text_sets / "docs", "seed=1"], f"seed=1: {text_sets}/docs is a set of packed texts, which are checked with"),
     ]:
         with pytest.raises(SystemExit, match="2"):
