@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from data.encoded.manifest import NULL_TEXT, Manifest
+from data.own_gpu import check_own_gpu
 from data.sources.base import InputShard, Source
 from data.system.files import atomic_write, write_text
 from data.system.locks import HeldByAnother, held
@@ -243,15 +244,14 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
         local_rank: number of this process on its machine.
 
     Raises:
-        ValueError: PyTorch sees no GPU of that number.
+        ValueError: a GPU is asked for where PyTorch sees none, or the machine has more processes than GPUs.
     """
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted == "cpu" or (wanted == "auto" and not count):
+    found = torch.cuda.is_available()
+    if wanted == "cpu" or (wanted == "auto" and not found):
         return torch.device("cpu")
-    if local_rank >= count:
-        raise ValueError(
-            f"device: LOCAL_RANK {local_rank} has no GPU, PyTorch sees {count}; start fewer processes or use cpu"
-        )
+    if not found:
+        raise ValueError("device: gpu was asked for, and PyTorch sees none; use auto or cpu")
+    check_own_gpu("device")
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 

@@ -384,8 +384,13 @@ def test_a_resolution_that_the_encoder_does_not_divide(recipe, capsys):
 def test_a_gpu_that_is_not_there(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert job_module.pick_device("auto", 3) == torch.device("cpu")
-    with pytest.raises(ValueError, match="LOCAL_RANK 0 has no GPU"):
+    with pytest.raises(ValueError, match="device: gpu was asked for, and PyTorch sees none"):
         job_module.pick_device("gpu", 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ValueError, match="device: process 2 of .* has no GPU, as PyTorch sees 2 GPUs there"):
+        job_module.pick_device("auto", 2)
 
 
 def test_images_of_one_colour(encoders):
