@@ -256,6 +256,7 @@ def test_of_an_unsafe_column_no_set_is_opened(tmp_path):
     entries = []
     for number in range(2):
         entries += json.loads((tmp_path / f"{number}/index.json").read_text())["shards"]
+        entries[-1]["raw_data"]["basename"] = f"{number}/{entries[-1]['raw_data']['basename']}"
     (tmp_path / "index.json").write_text(json.dumps({"version": 2, "shards": entries}))
     with own_names(), pytest.raises(ValueError, match="contains an unsafe type: pkl"):
         FetchingDataset(streams=[WholeStream(local=str(tmp_path))], batch_size=4)
