@@ -27,8 +27,9 @@ from recipes.models.sampling import Precision
 from recipes.models.weights import read_safetensors
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"  # of transformers
+VOCABULARY, TOKENIZER = "vocab.json", "tokenizer.json"
 WORDS = (
-    "vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    VOCABULARY, "merges.txt", TOKENIZER, "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json",
 )  # fmt: skip
 SEPARATE = "separate_tokenizer"  # folder of an export's copy of a tokenizer that lies outside of the model's folder
@@ -144,7 +145,8 @@ def hf_clip_text(
     layer of the original.
 
     Args:
-        path: hub id (owner/name), or a local folder with config.json, model.safetensors and the tokenizer's files.
+        path: hub id (owner/name), or a local folder with config.json, model.safetensors and the tokenizer's files, as
+            transformers 4 or 5 wrote them.
         subfolder: folder of the model inside `path`, such as "text_encoder" in a whole pipeline.
         tokenizer: folder of the tokenizer inside `path`, such as "tokenizer"; of a local `path`, it may also be an
             absolute path; null: that of the model.
@@ -155,8 +157,7 @@ def hf_clip_text(
     Raises:
         FileNotFoundError: a local folder lacks one of its files.
     """
-    from huggingface_hub import hf_hub_download
-    from transformers import CLIPTextModel, CLIPTokenizer
+    from transformers import CLIPTextModel
 
     local = Path(path).expanduser().is_dir()
     root = str(Path(path).expanduser()) if local else path
@@ -164,7 +165,8 @@ def hf_clip_text(
     if lies_outside(tokenizer or "") and Path(root, SEPARATE).is_dir():  # in an export
         words = SEPARATE
     if local:
-        for file in (folder / CONFIG, folder / WEIGHTS, Path(root) / (words or "") / "vocab.json"):
+        words_file, one_file = (Path(root, words or "", name) for name in (VOCABULARY, TOKENIZER))
+        for file in (folder / CONFIG, folder / WEIGHTS, one_file if one_file.is_file() else words_file):
             if not file.is_file():
                 raise FileNotFoundError(f"text_encoder.path: no file {file}: name a CLIP text model")
     source = {"revision": revision or "main", "local_files_only": local}
@@ -178,6 +180,7 @@ def hf_clip_text(
                 subfolder=subfolder or "",
                 use_safetensors=True,
                 torch_dtype=torch.float32,
+                key_mapping={r"^(embeddings|encoder|final_layer_norm)\.": r"text_model.\1."},  # names of version 5
                 output_loading_info=True,
                 **source,
             )
@@ -194,12 +197,31 @@ def hf_clip_text(
         return module
 
     try:
-        if not local:  # transformers goes on without a vocabulary that it could not fetch, and fails with a TypeError
-            hf_hub_download(path, "vocab.json", subfolder=words or None, revision=source["revision"])
-        tokenize = bound(CLIPTokenizer.from_pretrained(root, subfolder=words or "", **source))
+        tokenize = _tokenizer(root, words or "", source)
     except Exception as error:  # on files in another format, transformers raises nearly anything
         raise cannot_load("text_encoder.path", path, error, is_hub_id=not local) from error
     return HFClipText(load, id, precision, layer, tokenize)
+
+
+def _tokenizer(root: str, words: str, source: dict[str, Any]) -> Any:
+    """CLIP's tokenizer in a folder or in a repository of the hub. Version 5 of transformers writes tokenizer.json only,
+    for which version 4 has another class."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+    from transformers import CLIPTokenizer, CLIPTokenizerFast
+
+    if source["local_files_only"]:
+        found = Path(root, words, VOCABULARY).is_file()
+    else:  # transformers goes on without a file that it could not fetch, and fails with a TypeError
+        where = {"repo_id": root, "subfolder": words or None, "revision": source["revision"]}
+        try:
+            hf_hub_download(filename=VOCABULARY, **where)
+            found = True
+        except EntryNotFoundError:
+            hf_hub_download(filename=TOKENIZER, **where)
+            found = False
+    kind = CLIPTokenizer if found else CLIPTokenizerFast
+    return bound(kind.from_pretrained(root, subfolder=words, **source))
 
 
 def lies_outside(part: str) -> bool:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKL
 from safetensors.torch import load_file, save_file
-from transformers import CLIPTextConfig, CLIPTextModel
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizerFast
 
 from data.tokenizers.clip_library import open_clip
 from recipes.config.build import encoders_of
@@ -268,6 +268,40 @@ def test_hf_tokens_are_padded_and_cut(hf_folder):
     assert encoder.encode(["ab c"]).shape == (1, 12, 16)
     with pytest.raises(FileNotFoundError, match="vocab.json"):
         hf_clip_text(path=str(hf_folder), subfolder="text_encoder", precision="fp32")
+
+
+def test_a_text_model_that_transformers_5_wrote(hf_folder, tmp_path, monkeypatch):
+    """Its tensors have no prefix, and its tokenizer is one file: in a folder, and in the cache of the hub."""
+    repository = tmp_path / "models--me--clip"
+    folder = repository / "snapshots" / ("0" * 40)
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    (folder / "text_encoder").mkdir(parents=True)
+    shutil.copyfile(hf_folder / "text_encoder" / "config.json", folder / "text_encoder" / "config.json")
+    tensors = load_file(hf_folder / "text_encoder" / "model.safetensors")
+    tensors = {name.removeprefix("text_model."): tensor for name, tensor in tensors.items()}
+    save_file(tensors, folder / "text_encoder" / "model.safetensors", {"format": "pt"})
+    (folder / "tokenizer").mkdir()
+    words = hf_folder / "tokenizer"
+    fast = CLIPTokenizerFast(str(words / "vocab.json"), str(words / "merges.txt"))
+    fast.backend_tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
+    names = {"bos_token": "<|startoftext|>"} | dict.fromkeys(["eos_token", "pad_token", "unk_token"], "<|endoftext|>")
+    config = {"backend": "tokenizers", "model_max_length": 12, "tokenizer_class": "CLIPTokenizer"} | names
+    (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("transformers.utils.hub.TRANSFORMERS_CACHE", str(tmp_path))
+    parts = {"subfolder": "text_encoder", "tokenizer": "tokenizer", "precision": "fp32"}
+    old, new, of_hub = (hf_clip_text(path=str(path), **parts) for path in (hf_folder, folder, "me/clip"))
+    captions = ["ab c", "", "word " * 20, "Hi! it's 3!3"]
+    for encoder in (new, of_hub):
+        assert torch.equal(encoder.tokenize(captions), old.tokenize(captions))
+        assert torch.equal(encoder.encode(captions), old.encode(captions))
+        assert encoder.lost_tokens(captions) == old.lost_tokens(captions)
+    model, tokenizer = new.for_transformers()
+    tokenizer.save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again" / "vocab.json").is_file()
+    assert torch.equal(model(old.tokenize(captions)).last_hidden_state, old.encode(captions))
 
 
 def test_tokens_that_are_cut_are_counted(clip_folder, hf_folder):
