@@ -179,7 +179,7 @@ def hf_clip_text(
                 root,
                 subfolder=subfolder or "",
                 use_safetensors=True,
-                torch_dtype=torch.float32,
+                dtype=torch.float32,
                 key_mapping={r"^(embeddings|encoder|final_layer_norm)\.": r"text_model.\1."},  # names of version 5
                 output_loading_info=True,
                 **source,
