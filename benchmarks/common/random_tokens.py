@@ -25,4 +25,5 @@ def random_tokens(placement: Placement, requirements: dict[str, Any], *, samples
     image = torch.randint(requirements["codes"], (samples, requirements["side"] ** 2), generator=draw)
     rows = [{"text": a, "image": b} for a, b in zip(text, image, strict=True)]
     sampler = DistributedSampler(rows, placement.world, placement.rank, shuffle=placement.training)
-    return Loading(DataLoader(rows, placement.batch, sampler=sampler, drop_last=placement.training))
+    loader = DataLoader(rows, placement.batch, sampler=sampler, drop_last=placement.training, pin_memory=placement.pin)
+    return Loading(loader)
