@@ -24,7 +24,7 @@ COMPILED, CAPTURED = 0.27, 0.12
 BY_DDP, BY_BLOCK = 10e-6, 1e-6
 # Seconds of the host per unit of FSDP and microbatch, for its hooks and collectives: what the rows with FSDP of
 # `benchmarks/host.py` take longer than those without.
-BY_UNIT = {"SHARD_GRAD_OP": 1.4e-3, "FULL_SHARD": 1.9e-3}
+BY_UNIT = {"SHARD_GRAD_OP": 1.5e-3, "FULL_SHARD": 2.0e-3}
 # Bytes per trained value that an update moves: weight, gradient and two moments are read, and all but the gradient
 # written.
 UPDATE_BYTES = 28
