@@ -163,16 +163,24 @@ class KLVae(LatentEncoder):
     def for_diffusers(self) -> nn.Module:
         """See `LatentEncoder.for_diffusers`.
 
-        The shift moves into the 1 x 1 convolutions on both sides of the latents, so that pictures stay the same.
-
-        Raises:
-            ValueError: latents with a shift, and no such convolutions.
+        The shift moves into the 1 x 1 convolutions on both sides of the latents, so that pictures stay the same. A VAE
+        without them, as those of Stable Diffusion 3 and FLUX, gets convolutions that change nothing else.
         """
         vae = copy.deepcopy(self._network(exact=True)[0]).cpu().to(memory_format=torch.contiguous_format)
         if self.shift_factor:
-            if vae.quant_conv is None or vae.post_quant_conv is None:
-                raise ValueError(f"image_encoder: {self.id} has a shift_factor, and no convolution to move it into")
+            for name, channels in (("quant_conv", 2 * self.channels), ("post_quant_conv", self.channels)):
+                if getattr(vae, name) is None:
+                    setattr(vae, name, _identity(channels))
+                    vae.register_to_config(**{f"use_{name}": True})
             vae.quant_conv.bias[: self.channels] -= self.shift_factor
             vae.post_quant_conv.bias += self.shift_factor * vae.post_quant_conv.weight.sum((1, 2, 3))
             vae.register_to_config(shift_factor=None)
         return vae
+
+
+def _identity(channels: int) -> nn.Conv2d:
+    """A 1 x 1 convolution that returns what it is given."""
+    convolution = nn.Conv2d(channels, channels, 1).requires_grad_(False)
+    nn.init.dirac_(convolution.weight)
+    nn.init.zeros_(convolution.bias)
+    return convolution
