@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from data.encoded.manifest import NAME as MANIFEST
 from data.encoded.manifest import Manifest
 from data.loading import Loading
 from data.system.files import atomic_folder, read_object, write_json, write_text
@@ -248,7 +249,8 @@ def record_with(output: Path, checkpoint: Path, default: Path | None = None) -> 
 
 def check_encoders(recipe: Recipe, data: Loading, evals: Mapping[str, Loading]) -> None:
     """Compare what encoded the training data with the validation sets, and with the run that goes on. A set that has
-    grown or shrunk since is only warned of, because that may be meant.
+    grown or shrunk since is only warned of, because that may be meant, and so are other encoders than those of the
+    export whose weights a new run begins with.
 
     Raises:
         ValueError: a set was encoded by others, or the run began with another vocabulary.
@@ -268,6 +270,8 @@ def check_encoders(recipe: Recipe, data: Loading, evals: Mapping[str, Loading]) 
         run = checkpoint.parent.parent
         record = record_with(run, checkpoint, run)
     else:
+        if recipe.checkpoints.load_weights and not recipe.checkpoints.load_path:
+            _warn_of_other_encoders(Path(recipe.checkpoints.load_weights), data)
         return
     if (record / ENCODED).is_file():
         try:
@@ -287,6 +291,20 @@ def check_encoders(recipe: Recipe, data: Loading, evals: Mapping[str, Loading]) 
             _compare(data.manifest, values, f"data: not encoded as that {of_run}")
         if vocabulary is not None and data.vocabulary is not None:
             _compare_vocabularies("data", data, vocabulary, of_run)
+
+
+def _warn_of_other_encoders(export: Path, data: Loading) -> None:
+    """A line if the weights of an export were trained on what other encoders made than those of the data. A pipeline of
+    diffusers is not compared: its encoders have other names, or another form, and so other hashes."""
+    if data.manifest is None or not all((export / name).is_file() for name in ("export.json", MANIFEST)):
+        return
+    then, now = Manifest.read(export).encoders(), data.manifest.encoders()
+    changed = [f"{name} was {then[name]}, is {value}" for name, value in now.items() if then.get(name, value) != value]
+    if changed:
+        log.warning(
+            f"{export / MANIFEST}: the weights were trained on data that other encoders made: {'; '.join(changed)}; "
+            "they have to learn it anew"
+        )
 
 
 def _compare_vocabularies(key: str, loading: Loading, expected: str, of: str) -> None:

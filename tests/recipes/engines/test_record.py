@@ -305,6 +305,27 @@ def test_a_run_does_not_go_on_with_latents_of_another_vae(quick_recipe, latent_s
     check_encoders(quick_recipe(run, "checkpoints.autoresume=true", "checkpoints.allow_changes=[data]"), data, {})
 
 
+def test_weights_that_were_trained_on_latents_of_another_vae_are_warned_of(
+    quick_recipe, latent_sets, tmp_path, capsys
+):
+    export, other = tmp_path / "export", of_another_vae(latent_sets / "train", tmp_path / "train")
+    export.mkdir()
+    shutil.copy(latent_sets / "train" / "manifest.json", export)
+    recipe = quick_recipe(tmp_path / "new", f"checkpoints.load_weights={export}")
+    same, now = (
+        SimpleNamespace(manifest=Manifest.read(folder), vocabulary=None, samples=None)
+        for folder in (latent_sets / "train", other)
+    )
+    check_encoders(recipe, now, {})  # a pipeline of diffusers, whose encoders may have other hashes
+    (export / "export.json").write_text("{}")
+    check_encoders(recipe, same, {})
+    assert not capsys.readouterr().out
+    check_encoders(recipe, now, {})
+    then = same.manifest.image_encoder["weights_hash"]
+    said = f"{export}/manifest.json: the weights were trained on data that other encoders made: image_weights was "
+    assert f"{said}{then}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("text", ["{", "[1]", "[" * 100_000])
 def test_a_damaged_record_of_the_encoders_is_named(text, quick_recipe, tmp_path):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
