@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes.encoders.base import LatentEncoder, ModelPath, cannot_load
-from recipes.models.config_files import build_from, is_number
+from recipes.models.config_files import build_from, is_number, read_object
 from recipes.models.sampling import Precision
 from recipes.models.weights import read_safetensors
 
@@ -44,7 +44,7 @@ def kl_vae(
 
     Raises:
         FileNotFoundError: a local folder lacks one of its files.
-        ValueError: a VAE that normalises its latents per channel, lacks weights, or cannot be loaded.
+        ValueError: a VAE of another class, that normalises its latents per channel, lacks weights, or cannot be loaded.
     """
     from diffusers import AutoencoderKL
 
@@ -54,6 +54,8 @@ def kl_vae(
         for name in (CONFIG, WEIGHTS):
             if not (folder / name).is_file():
                 raise FileNotFoundError(f"image_encoder.path: no file {folder / name}: name a diffusers VAE folder")
+
+    id = path if subfolder is None else f"{path}/{subfolder}"
 
     def load() -> nn.Module:
         source = {"local_files_only": True} if local else {"subfolder": subfolder, "revision": revision}
@@ -68,6 +70,10 @@ def kl_vae(
             )
 
         try:
+            config = read_object(folder / CONFIG) if local else AutoencoderKL.load_config(path, **source)
+            kind = config.get("_class_name", AutoencoderKL.__name__)
+            if kind != AutoencoderKL.__name__:  # diffusers would open it as one, without what only the other class has
+                raise ValueError(f"image_encoder.path: {id} has the class {kind!s:.50}; name an AutoencoderKL")
             if local:
                 vae, found = build_from(folder / CONFIG, opened, read_safetensors(folder / WEIGHTS))
             else:
@@ -83,7 +89,7 @@ def kl_vae(
             vae.encoder.compile(dynamic=False)
         return vae.to(memory_format=torch.channels_last) if channels_last else vae
 
-    return KLVae(load, path if subfolder is None else f"{path}/{subfolder}", precision)
+    return KLVae(load, id, precision)
 
 
 def fuse(vae: nn.Module, norms: bool) -> None:

@@ -9,7 +9,7 @@ import huggingface_hub
 import numpy as np
 import pytest
 import torch
-from diffusers import AutoencoderKL
+from diffusers import AutoencoderKL, AutoencoderKLFlux2
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizerFast
 
@@ -205,6 +205,15 @@ def test_a_vae_without_a_scale_is_refused(vae_folder, tmp_path, factor):
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "diffusion_pytorch_model.safetensors").symlink_to(vae_folder / "diffusion_pytorch_model.safetensors")
     with pytest.raises(ValueError, match="has scaling_factor .* and shift_factor .*; give a number other than 0"):
+        kl_vae(path=str(tmp_path))
+
+
+def test_a_vae_of_another_class_is_refused(tmp_path):
+    """FLUX.2's: diffusers would open it as an AutoencoderKL, without the layer that normalises its latents."""
+    blocks = {"down_block_types": ["DownEncoderBlock2D"], "up_block_types": ["UpDecoderBlock2D"]}
+    sizes = {"block_out_channels": [8], "layers_per_block": 1, "norm_num_groups": 4, "latent_channels": 4}
+    AutoencoderKLFlux2(**blocks, **sizes).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"{tmp_path} has the class AutoencoderKLFlux2; name an AutoencoderKL"):
         kl_vae(path=str(tmp_path))
 
 
