@@ -22,7 +22,7 @@ from recipes.encoders.open_clip_models import (
     open_clip_tokenizer,
     vocabulary_size,
 )
-from recipes.models.config_files import build_from
+from recipes.models.config_files import build_from, read_object
 from recipes.models.sampling import Precision
 from recipes.models.weights import read_safetensors
 
@@ -32,6 +32,7 @@ WORDS = (
     VOCABULARY, "merges.txt", TOKENIZER, "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json",
 )  # fmt: skip
+TYPES = ("clip_text_model", "clip")  # of models of transformers that have CLIP's text tower
 SEPARATE = "separate_tokenizer"  # folder of an export's copy of a tokenizer that lies outside of the model's folder
 
 
@@ -156,8 +157,9 @@ def hf_clip_text(
 
     Raises:
         FileNotFoundError: a local folder lacks one of its files.
+        ValueError: a model of another type, such as T5, or one that lacks weights or cannot be loaded.
     """
-    from transformers import CLIPTextModel
+    from transformers import CLIPTextConfig, CLIPTextModel
 
     local = Path(path).expanduser().is_dir()
     root = str(Path(path).expanduser()) if local else path
@@ -186,6 +188,13 @@ def hf_clip_text(
             )
 
         try:
+            if local:
+                config = read_object(folder / CONFIG)
+            else:
+                config, _ = CLIPTextConfig.get_config_dict(root, subfolder=subfolder or "", **source)
+            kind = config.get("model_type", CLIPTextConfig.model_type)
+            if kind not in TYPES:
+                raise ValueError(f"text_encoder.path: {id} is a model of the type {kind!s:.50}; name a CLIP text model")
             if local:
                 module, found = build_from(folder / CONFIG, opened, read_safetensors(folder / WEIGHTS))
             else:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKL, AutoencoderKLFlux2
 from safetensors.torch import load_file, save_file
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizerFast
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizerFast, T5Config, T5EncoderModel
 
 from data.tokenizers.clip_library import open_clip
 from recipes.config.build import encoders_of
@@ -311,6 +311,17 @@ def test_a_text_model_that_transformers_5_wrote(hf_folder, tmp_path, monkeypatch
     tokenizer.save_pretrained(tmp_path / "again")
     assert (tmp_path / "again" / "vocab.json").is_file()
     assert torch.equal(model(old.tokenize(captions)).last_hidden_state, old.encode(captions))
+
+
+def test_a_text_model_of_another_type_is_refused(hf_folder, tmp_path):
+    """It is not said to be damaged."""
+    words = hf_folder / "tokenizer"
+    fast = CLIPTokenizerFast(str(words / "vocab.json"), str(words / "merges.txt"))
+    fast.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    config = T5Config(d_model=8, d_ff=8, d_kv=4, num_layers=1, num_heads=2, vocab_size=200)
+    T5EncoderModel(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"path: {tmp_path} is a model of the type t5; name a CLIP text model"):
+        hf_clip_text(path=str(tmp_path))
 
 
 def test_tokens_that_are_cut_are_counted(clip_folder, hf_folder):
