@@ -133,6 +133,12 @@ def test_a_long_word_takes_no_square_of_its_length(vocabulary):
     assert len(numbers) > 50_000
 
 
+def test_long_words_are_trained_in_parts():
+    for run in ("x", " ", "\0"):
+        entries = train([f"{run * 3000}y"] * 2, 271).get_vocab()  # whole, they would give an entry of 1,025
+        assert max(map(len, entries)) <= 1001, run
+
+
 def test_memory_is_bounded(tokenizer, vocabulary, monkeypatch):
     expected = [vocabulary.encode(caption) for caption in CAPTIONS]
     monkeypatch.setattr(bpe, "CACHED_WORDS", 4)
