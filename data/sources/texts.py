@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import glob
 import json
 import os
@@ -23,13 +22,13 @@ class TextSource:
     ) -> None:
         """
         Args:
-            files: paths, in which * stands for any characters and ** for any folders.
-            exclude: paths that are left out, written in the same way; null: none.
+            files: paths, in which * stands for any characters but /, and ** for any folders.
+            exclude: paths of files that are left out, written in the same way; null: none.
             column: key of the text in a line of a .jsonl.
             shard_mb: least size of a shard in megabytes. Files are joined to reach it, but never divided.
 
         Raises:
-            FileNotFoundError: a pattern that fits no file.
+            FileNotFoundError: a pattern of `files` or `exclude` that fits no file.
             ValueError: no pattern, `shard_mb` below 1, or files that are all excluded.
         """
         if shard_mb < 1:
@@ -37,14 +36,14 @@ class TextSource:
         if not files:
             raise ValueError("source.files: empty; give at least one path, such as texts/*.jsonl")
         self.column = column
-        found: set[str] = set()
+        found: dict[str, str] = {}
         for pattern in files:
-            own = [name for name in glob.glob(os.path.expanduser(pattern), recursive=True) if Path(name).is_file()]
-            if not own:
-                raise FileNotFoundError(f"source.files: no file {pattern}")
-            found.update(Path(name).as_posix() for name in own)
-        left_out = [os.path.expanduser(pattern) for pattern in exclude or []]
-        names = sorted(name for name in found if not any(fnmatch.fnmatch(name, one) for one in left_out))
+            for path, name in _files("files", pattern).items():
+                found.setdefault(path, name)
+        for pattern in exclude or []:
+            for path in _files("exclude", pattern):
+                found.pop(path, None)
+        names = sorted(found.values())
         if not names:
             raise ValueError("source.files: there are files, and exclude leaves out all of them")
         self.parts: dict[str, list[str]] = {}
@@ -93,3 +92,14 @@ class TextSource:
             return Rejected(key, "broken_metadata", str(error))
         text = row.get(self.column) if isinstance(row, dict) else None
         return assemble(key, b"", text if isinstance(text, str) else None)
+
+
+def _files(key: str, pattern: str) -> dict[str, str]:
+    """The names of the files that fit a pattern of the argument `key`, by their absolute paths."""
+    pattern = os.path.expanduser(pattern)
+    # A file's own name comes first: it may contain what stands for other characters.
+    names = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
+    found = {os.path.abspath(name): Path(name).as_posix() for name in names if os.path.isfile(name)}
+    if not found:
+        raise FileNotFoundError(f"source.{key}: no file {pattern}")
+    return found

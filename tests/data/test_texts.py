@@ -40,6 +40,29 @@ def test_some_are_left_out(folder):
         TextSource(files=["*.md", "*.rst"])
 
 
+@pytest.mark.parametrize("excluded", ["./b.md", "in/../b.md", "{folder}/b.md", "**/b.md"])
+@pytest.mark.parametrize("files", [["*.md", "in/*"], ["./*.md", "in/*"], ["b.md", "./b.md", "in/a.txt"]])
+def test_a_path_may_be_written_in_several_ways(folder, files, excluded):
+    source = TextSource(files=files, exclude=[excluded.format(folder=folder)])
+    assert list(source.parts.values()) == [["in/a.txt"]]
+    named_twice = TextSource(files=["b.md", f"{folder}/b.md"])
+    assert list(named_twice.parts.values()) == [["b.md"]]
+
+
+def test_what_leaves_nothing_out_is_an_error(folder):
+    with pytest.raises(FileNotFoundError, match=r"source.exclude: no file c\*"):
+        TextSource(files=["*.md"], exclude=["c*"])
+    (folder / "in" / "c.md").write_text("deeper")
+    source = TextSource(files=["**/*.md"], exclude=["*.md"])  # * stands for no folder, as in `files`
+    assert list(source.parts.values()) == [["in/c.md"]]
+
+
+def test_names_with_brackets(folder):
+    (folder / "b[1].md").write_text("another")
+    assert list(TextSource(files=["b[1].md"]).parts.values()) == [["b[1].md"]]
+    assert list(TextSource(files=["*.md"], exclude=["b[1].md"]).parts.values()) == [["b.md"]]
+
+
 def test_files_are_joined_to_shards(folder):
     (folder / "big.txt").write_text("word " * (1 << 18))  # more than a megabyte
     source = TextSource(files=["*.jsonl", "big.txt", "in/a.txt"], shard_mb=1)
