@@ -22,7 +22,6 @@ import time
 import urllib.parse
 import urllib.request
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
@@ -76,18 +75,23 @@ class TarSource:
 
         Raises:
             FileNotFoundError: a local tar is missing; the message names it.
-            ValueError: an address of another kind (`pipe:` and commands are refused), or the same tar twice.
+            ValueError: an address of another kind (`pipe:` and commands are refused), or the same tar twice,
+                even if a link leads to it.
         """
         self.caption = caption
         found = list(itertools.chain.from_iterable(map(expand, [urls] if isinstance(urls, str) else urls)))
         if not found:
             raise ValueError("source.urls is empty: name at least one tar")
-        url, times = Counter(found).most_common(1)[0]
-        if times > 1:
-            raise ValueError(f"source.urls names {url} twice: list each tar once")
         # With the size of a local tar, so that one that was rewritten in another size is another shard. Tars are
         # padded, so the size can stay. The time is left out: a copy would be another shard.
-        sizes = list(side_by_side(lambda url: None if "://" in url else os.stat(url).st_size, found))
+        looked_up = list(side_by_side(_file_and_size, found))
+        first: dict[str, str] = {}
+        for url, (file, _) in zip(found, looked_up, strict=True):
+            if file in first:
+                also = "" if first[file] == url else f", also as {url}"
+                raise ValueError(f"source.urls names {first[file]} twice{also}: list each tar once")
+            first[file] = url
+        sizes = [size for _, size in looked_up]
         names = [Path(urllib.parse.urlparse(url).path).name.split(".")[0] for url in found]
         ids = shard_ids(list(zip(names, zip(found, sizes, strict=True), strict=True)))
         self.urls = dict(zip(ids, found, strict=True))
@@ -143,6 +147,11 @@ class TarSource:
         if caption is None:
             return Rejected(key, "missing_caption", f"no {self.caption} (the source's `caption`), but {has:.200}")
         return assemble(key, members[images[0]], caption)
+
+
+def _file_and_size(url: str) -> tuple[str, int | None]:
+    """Of a local tar, its path without links and its size in bytes; of a remote one, its address and None."""
+    return (url, None) if "://" in url else (os.path.realpath(url), os.stat(url).st_size)
 
 
 def expand(url: str) -> Iterator[str]:

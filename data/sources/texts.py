@@ -22,7 +22,8 @@ class TextSource:
     ) -> None:
         """
         Args:
-            files: paths, in which * stands for any characters but /, and ** for any folders.
+            files: paths, in which * stands for any characters but /, and ** for any folders. A file that
+                several names or links lead to is read once.
             exclude: paths of files that are left out, written in the same way; null: none.
             column: key of the text in a line of a .jsonl.
             shard_mb: least size of a shard in megabytes. Files are joined to reach it, but never divided.
@@ -95,11 +96,15 @@ class TextSource:
 
 
 def _files(key: str, pattern: str) -> dict[str, str]:
-    """The names of the files that fit a pattern of the argument `key`, by their absolute paths."""
+    """The names of the files that fit a pattern of the argument `key`, by their paths without links."""
     pattern = os.path.expanduser(pattern)
     # A file's own name comes first: it may contain what stands for other characters.
     names = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
-    found = {os.path.abspath(name): Path(name).as_posix() for name in names if os.path.isfile(name)}
+    # By the files themselves: ** follows links, and a link to a folder above itself gives each file dozens of names.
+    found: dict[str, str] = {}
+    for name in sorted((Path(name).as_posix() for name in names), key=lambda name: (name.count("/"), name)):
+        if os.path.isfile(name):
+            found.setdefault(os.path.realpath(name), name)
     if not found:
         raise FileNotFoundError(f"source.{key}: no file {pattern}")
     return found

@@ -49,6 +49,16 @@ def test_a_path_may_be_written_in_several_ways(folder, files, excluded):
     assert list(named_twice.parts.values()) == [["b.md"]]
 
 
+def test_each_file_is_read_once_although_links_lead_to_it_too(folder):
+    (folder / "in" / "deep").mkdir()
+    (folder / "in" / "deep" / "up").symlink_to(folder)  # ** follows it, as often as the system does
+    (folder / "in" / "copy.md").symlink_to(folder / "b.md")
+    source = TextSource(files=["**/*.md", "**/*.txt", "in/*.md"])
+    assert list(source.parts.values()) == [["b.md", "in/a.txt"]]
+    source = TextSource(files=["**/*.md", "**/*.txt"], exclude=["in/copy.md"])
+    assert list(source.parts.values()) == [["in/a.txt"]]
+
+
 def test_what_leaves_nothing_out_is_an_error(folder):
     with pytest.raises(FileNotFoundError, match=r"source.exclude: no file c\*"):
         TextSource(files=["*.md"], exclude=["c*"])

@@ -242,6 +242,16 @@ def test_missing_tars_are_named(tmp_path):
         read(source)
 
 
+def test_a_tar_that_a_link_leads_to_again_is_refused(tmp_path, monkeypatch):
+    write_tar(tmp_path / "0.tar", layout())
+    (tmp_path / "up").symlink_to(tmp_path)  # which ** follows as often as the system does
+    with pytest.raises(ValueError, match=r"names (.*)/0.tar twice, also as \1/(up/)+0.tar: list each tar once$"):
+        TarSource(urls=f"{tmp_path}/**/*.tar")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"names 0.tar twice, also as ./0.tar: list"):
+        TarSource(urls=["0.tar", "./0.tar"])
+
+
 @given(st.integers(0, 200), st.integers(0, 60), st.integers(1, 6))
 def test_brace_ranges(first, count, width):
     last = f"{first + count:0{width}d}"
