@@ -32,7 +32,7 @@ REASONS = {
     "broken_shard": "the shard's file is damaged; what follows this point could not be read",
     "kills_decoder": "a process that decoded the image died, and another one that tried it again",
     "unsupported_image": "an image format or pixel type that is not read (see filters.FORMATS)",
-    "too_large_file": "an image's file is larger than MAX_FILE_BYTES",
+    "too_large_file": "an image's file, a text or the line that holds it is larger than MAX_FILE_BYTES",
     "too_many_pixels": "more pixels than the filter's max_pixels (decompression bombs land here)",
     "too_small": "the shorter side is below the filter's min_side",
     "aspect": "width / height is outside the filter's min_aspect..max_aspect",

@@ -6,6 +6,7 @@ import glob
 import json
 import os
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 from data.sources.base import MAX_FILE_BYTES, ReadOnce, Rejected, Sample, assemble, shard_id
@@ -82,8 +83,15 @@ class TextSource:
 
     def _lines(self, path: Path) -> Iterator[Sample | Rejected]:
         with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
+            for number in count(1):
+                line = file.readline(MAX_FILE_BYTES + 1)
+                if not line:
+                    break
+                if len(line) > MAX_FILE_BYTES:  # such as a file that is a single array
+                    while line and not line.endswith(b"\n"):
+                        line = file.readline(MAX_FILE_BYTES)
+                    yield Rejected(f"{path}:{number}", "too_large_file", f"a line of over {MAX_FILE_BYTES} bytes")
+                elif line.strip():
                     yield self._line(f"{path}:{number}", line)
 
     def _line(self, key: str, line: bytes) -> Sample | Rejected:

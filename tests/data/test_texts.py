@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from data.sources import texts
 from data.sources.base import Rejected, Sample
 from data.sources.texts import TextSource
 
@@ -89,3 +90,19 @@ def test_bytes_that_are_no_text(folder):
     source = TextSource(files=["c.md"])
     (found,) = source.read(source.shards()[0])
     assert (found.key, found.reason) == ("c.md", "caption_not_utf8")
+
+
+@pytest.mark.parametrize("end", ["\n", ""])
+@pytest.mark.parametrize("length", [40, 41, 80, 81, 1000])
+def test_lines_that_are_too_long_are_rejected_and_the_next_is_read(folder, monkeypatch, length, end):
+    monkeypatch.setattr(texts, "MAX_FILE_BYTES", 40)
+    line = json.dumps({"text": "x" * (length - 13)}) + "\n"
+    lines = [line[:-1] + end] if end == "" else [line, json.dumps({"text": "next"}) + "\n"]
+    (folder / "long.jsonl").write_text("".join(lines))
+    source = TextSource(files=["long.jsonl"])
+    found = list(source.read(source.shards()[0]))
+    first = "x" * (length - 13)
+    size = length - (end == "")
+    kept = [one.caption if isinstance(one, Sample) else one.reason for one in found]
+    assert kept == [first if size <= 40 else "too_large_file", "next"][: len(lines)]
+    assert [one.key for one in found] == ["long.jsonl:1", "long.jsonl:2"][: len(lines)]
