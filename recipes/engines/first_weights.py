@@ -121,11 +121,13 @@ def started_from(recipe: Recipe, output: Path | None = None) -> str | None:
 
 
 def _kind(folder: Path) -> str | None:
-    """The model whose weights are in a folder: by the record of an export, or as diffusers names its class."""
-    record, config = (read_if_object(folder / name) for name in ("export.json", "config.json"))
+    """The model whose weights are in a folder: by the record of an export, or by the class that diffusers names."""
+    record = read_if_object(folder / "export.json")
     if "family" in record:
         return _named(record["family"], record)
-    return config["_class_name"] if isinstance(config.get("_class_name"), str) else None
+    # The network's own folder, or one of the pipelines that diffusers has.
+    names = (read_if_object(folder / part / "config.json").get("_class_name") for part in ("", "unet", "transformer"))
+    return next((name for name in names if isinstance(name, str)), None)
 
 
 def _named(model: str, record: dict[str, Any]) -> str:

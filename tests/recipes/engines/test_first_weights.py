@@ -45,6 +45,15 @@ def test_weights_of_another_family(small_recipe, tmp_path):
             load_first_weights(recipe, build_on_meta(recipe.model))
 
 
+def test_a_pipeline_with_another_network(small_recipe, tmp_path):
+    build(small_recipe(tmp_path).model).export(tmp_path / "pipeline")  # which writes a folder `unet` as diffusers does
+    recipe = small_recipe(tmp_path, denoiser="dit")
+    recipe.checkpoints.load_weights = str(tmp_path / "pipeline")
+    said = "pipeline holds the weights of UNet2DConditionModel, and the recipe builds .* the denoiser dit "
+    with pytest.raises(ValueError, match=said):
+        load_first_weights(recipe, build_on_meta(recipe.model))
+
+
 @pytest.mark.parametrize(
     ("folder", "name"),
     [("sd2_base/export", "sd2_base"), ("stable-diffusion-2-base", "stable-diffusion-2-base"), ("other/unet", "other")],
