@@ -307,5 +307,5 @@ def _failure(error: Exception, shard: Reader, remote: bool) -> NotEnoughMemory |
         why = f"{one_line(error)}; start again when the store answers, and see {CREDENTIAL}"
         kind = NotFetched if is_refused(error) else NoAnswer
     else:
-        why = f"{one_line(error)}; copy or encode the set again"
+        why = f"{one_line(error)}; copy or make the set again"
     return kind(f"a shard could not be fetched or decompressed: {shard.raw_data.basename}: {why}")

@@ -35,7 +35,7 @@ def use_attention(module: nn.Module, implementation: Implementation, on_gpu: boo
     """
     blocks = [block for block in module.modules() if isinstance(block, Attention)]
     if not blocks:
-        raise ValueError("attention: the model has no diffusers attention block to change")
+        raise ValueError("attention: the model has no diffusers attention block to change; remove the lever")
     if implementation == "auto":
         implementation = "sdpa" if why_not_xformers(on_gpu) else "xformers"
     for block in blocks:

@@ -30,7 +30,7 @@ def use_channels_last(module: nn.Module) -> int:
 
     convolutions = sum(parameter.dim() == 4 for parameter in module.parameters())
     if not convolutions:
-        raise ValueError("channels_last: the model has no convolution over images to change")
+        raise ValueError("channels_last: the model has no convolution over images to change; remove the lever")
     module.to(memory_format=torch.channels_last)
     for network in module.modules():
         if isinstance(network, (UNet2DConditionModel, Encoder, Decoder)):

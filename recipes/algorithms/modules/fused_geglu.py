@@ -27,7 +27,7 @@ def fuse_gates(module: nn.Module) -> int:
     """
     gates = [gate for gate in module.modules() if type(gate) is GEGLU]
     if not gates:
-        raise ValueError("fused_geglu: the model has no GEGLU of diffusers to fuse")
+        raise ValueError("fused_geglu: the model has no GEGLU of diffusers to fuse; remove the lever")
     for gate in gates:
         gate.__class__ = FusedGEGLU
     return len(gates)

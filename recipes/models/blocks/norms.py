@@ -55,7 +55,7 @@ def check_norms(module: nn.Module) -> None:
         ValueError: the model has no norm that `fuse_group_norms` would change.
     """
     if not any(_norms(block) for block in module.modules()):
-        raise ValueError("fused_group_norm: the model has no GroupNorm of a diffusers block to fuse")
+        raise ValueError("fused_group_norm: the model has no GroupNorm of a diffusers block to fuse; remove the lever")
 
 
 def _norms(block: nn.Module) -> list[tuple[str, bool]]:

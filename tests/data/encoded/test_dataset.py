@@ -336,7 +336,7 @@ def test_a_cut_shard_is_an_error(tmp_path, plain, workers):
     with pytest.raises(ValueError, match=r"shard.00002.mds: sample \d+ is damaged"):
         list(loader)
     Path(fast[0]["local"], "shard.00002.mds").unlink()
-    with pytest.raises(ValueError, match=r"shard.00002.mds.*; copy or encode the set again$"):
+    with pytest.raises(ValueError, match=r"shard.00002.mds.*; copy or make the set again$"):
         list(make_loader(True, fast, workers))
     assert set(multiprocessing.active_children()) <= before
 

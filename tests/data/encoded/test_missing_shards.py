@@ -20,11 +20,11 @@ from tests.data.encoded.test_dataset import BATCH, write
 @pytest.mark.parametrize(
     ("problem", "said"),
     [
-        ("local", r"data: .*local/.*: not there, and the set has no remote address; copy or encode the set again"),
+        ("local", r"data: .*local/.*: not there, and the set has no remote address; copy or make the set again"),
         ("store", r"data: .*; start again when the store answers, and see .*"),
         ("outage", r"data: .*: timed out; start again when the store answers, and see .*"),
         ("disk", r"data: .*/cache/\S+: No space left on device; make room there, and start the same command again"),
-        ("damage", r"data: .*: Checksum failure: .*; copy or encode the set again"),
+        ("damage", r"data: .*: Checksum failure: .*; copy or make the set again"),
         ("cache", r"data: .*: the cache has no room for a shard, and none that could be removed; raise cache_limit"),
     ],
 )

@@ -64,8 +64,8 @@ def test_tensors_that_the_first_rank_would_not_send(monkeypatch):
     ("yaml", "overrides", "message"),
     [
         ("openmoji_text", ["algorithms.x={name: activation_checkpointing}"], "the model names no blocks"),
-        ("openmoji_dalle", ["algorithms.x={name: attention}"], "no diffusers attention block to change"),
-        ("openmoji_dalle", ["algorithms.x={name: channels_last}"], "no convolution over images to change"),
+        ("openmoji_dalle", ["algorithms.x={name: attention}"], "attention block to change; remove the lever"),
+        ("openmoji_dalle", ["algorithms.x={name: channels_last}"], "over images to change; remove the lever"),
         ("openmoji_text", ["algorithms.x={name: compile}"], "the model names no blocks; set whole: true"),
         (
             "openmoji_unet",
@@ -110,7 +110,7 @@ def test_tensors_that_the_first_rank_would_not_send(monkeypatch):
         ),
         ("openmoji_text", ["training.global_batch=1"], "training.global_batch: 1 leaves the model one sample"),
         ("openmoji_text", ["algorithms.x={name: fp8}"], "fp8: nothing to change"),
-        ("openmoji_dalle", ["algorithms.x={name: fused_geglu}"], "no GEGLU of diffusers to fuse"),
+        ("openmoji_dalle", ["algorithms.x={name: fused_geglu}"], "no GEGLU of diffusers to fuse; remove the lever"),
         ("openmoji_dalle", ["algorithms.x={name: fused_group_norm}"], "no GroupNorm of a diffusers block to fuse"),
         ("openmoji_dalle", ["algorithms.x={name: lean_blocks}"], "no residual, transformer or upsampling block"),
         ("openmoji_dvae", ["algorithms.x={name: low_precision_norms}", BF16], "no plain GroupNorm or LayerNorm"),
