@@ -18,7 +18,6 @@ from composer.utils import FSDP2Config, dist, reproducibility
 from composer.utils import checkpoint as composer_checkpoint
 from composer.utils.compression import is_compressed_pt
 from composer.utils.file_helpers import is_tar
-from torch import Tensor
 
 from data.loading import Loading
 from data.remote.stores import scheme_of
@@ -179,26 +178,15 @@ def own_signal_files() -> Iterator[None]:
         dist.get_node_signal_file_name = theirs
 
 
-class UnreadLoss:
-    """The loss of a batch, which stays on the device when Composer asks for its value.
+class StepTrainer(Trainer):
+    """Composer's Trainer, which calls the optimizer's step after the passes of a batch, as Lightning does.
 
-    Composer does so in the closure that it gives to optimizers, and the host then waits for the backward pass before it
-    launches the update. Optimizers return the value, and nothing reads it: `Trainer` sums losses in a dict.
+    Composer makes the passes in a closure that it gives to the optimizer. One whose step does not call it would train
+    nothing. The host would also wait for the backward pass, to read the loss, before it launches the update.
     """
 
-    def __init__(self, loss: Tensor) -> None:
-        self.loss = loss
-
-    def item(self) -> Tensor:
-        """The loss itself."""
-        return self.loss
-
-
-class UnreadLossTrainer(Trainer):
-    """Composer's Trainer, with which the host does not wait for the backward pass."""
-
-    def _train_microbatches(self, *args: Any, **kwargs: Any) -> UnreadLoss:
-        return UnreadLoss(super()._train_microbatches(*args, **kwargs))
+    def _use_closures(self) -> bool:
+        return False
 
 
 class EndWorkers(Callback):
@@ -232,7 +220,7 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts, optimizer: torch.opt
         saver = WholeCheckpoints(files, at_intervals(checkpoints.every, CHECKPOINT), run)
     callbacks = by_names_of_states(parts.callbacks.items())
     planner = LoadPlanner(parts.task)
-    trainer = UnreadLossTrainer(
+    trainer = StepTrainer(
         model=ComposerTask(parts.task, run.autocast),
         train_dataloader=data_spec(parts.data, parts.copies),
         eval_dataloader=[

@@ -177,6 +177,34 @@ def test_microbatches_add_up(quick_recipe, tmp_path):
     assert whole != parts and abs(np.mean(whole) - np.mean(parts)) < 0.15
 
 
+class Signs(torch.optim.Optimizer):
+    """An optimizer whose step does not call the closure that it may be given."""
+
+    def __init__(self, parameters):
+        super().__init__(list(parameters), {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter -= group["lr"] * parameter.grad.sign()
+
+
+def test_an_optimizer_that_calls_no_closure_trains(quick_recipe, tmp_path):
+    trainer = build_trainer(
+        quick_recipe(tmp_path, "training.duration=2ba", "schedule.warmup=0ba", "checkpoints.save=false"),
+        lambda parts: setattr(parts, "new_optimizer", Signs),
+    )
+    before = [parameter.clone() for parameter in parameters(trainer)]
+    losses = Losses()
+    trainer.state.callbacks.append(losses)
+    trainer.fit()
+    trainer.close()
+    assert all(loss > 0 for loss in losses.values) and len(losses.values) == 2
+    changes = [(a - b).abs().max().item() for a, b in zip(before, parameters(trainer), strict=True)]
+    assert max(changes) == pytest.approx(2e-3, rel=0.01)
+
+
 # --- going on --------------------------------------------------------------------------------------------------------
 
 
