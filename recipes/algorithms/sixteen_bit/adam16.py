@@ -148,7 +148,7 @@ class Adam16(torch.optim.Optimizer):
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [(p, group["moment_bits"]) for group in self.param_groups for p in group["params"]]
         for number, (parameter, bits) in zip(numbers, parameters, strict=True):
-            if number in state_dict["state"]:
+            if state_dict["state"].get(number):  # without gradients it has none
                 self.state[parameter] = _loaded(parameter, bits, state_dict["state"][number])
 
 

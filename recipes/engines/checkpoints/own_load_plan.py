@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan
+from torch.distributed.checkpoint.metadata import Metadata
+
+from recipes.engines.checkpoints.moments import without_missing
 
 
 class OwnLoadPlan(DefaultLoadPlanner):
@@ -11,6 +16,13 @@ class OwnLoadPlan(DefaultLoadPlanner):
     PyTorch's loader collects the plans of all ranks on the first one, and sends each back as it was. With 1,024 ranks
     and a model of 12 billion parameters these are gigabytes, for which the other ranks wait in a collective.
     """
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Moments that the checkpoint lacks are not asked for."""
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        self.state_dict = without_missing(self.state_dict, self.mappings, metadata)
 
     def create_local_plan(self) -> LoadPlan:
         """What this rank reads is kept, and nothing is sent."""

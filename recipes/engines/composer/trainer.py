@@ -29,6 +29,7 @@ from recipes.engines.checkpoints.fetched import fetched
 from recipes.engines.checkpoints.files import CheckpointFiles
 from recipes.engines.checkpoints.lazy import copy_moments
 from recipes.engines.checkpoints.legacy import upgraded
+from recipes.engines.checkpoints.moments import add_empty
 from recipes.engines.checkpoints.plain_pickles import load_plain, plain_pickles
 from recipes.engines.checkpoints.same_model import saved_in
 from recipes.engines.composer.adapters import RunLevers, as_algorithms, callbacks_of, run_callback
@@ -153,6 +154,7 @@ def own_unpickling(task: torch.nn.Module, optimizer: torch.optim.Optimizer) -> I
         path = os.path.realpath(path)  # Composer links to the file from a temporary folder
         found = upgraded(load_plain(path, lazily=True))
         saved_in(path, found, "composer").check(task, type(optimizer).__name__)
+        add_empty(found["state"]["optimizers"][type(optimizer).__name__])
         return found
 
     composer_checkpoint._torch_load_with_validation = load

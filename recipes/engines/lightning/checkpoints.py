@@ -30,6 +30,7 @@ from recipes.engines.checkpoints.files import CheckpointFiles, first_rank_writes
 from recipes.engines.checkpoints.lazy import copied, copy_moments
 from recipes.engines.checkpoints.legacy import upgraded
 from recipes.engines.checkpoints.lever_states import LEVERS, forms, gathered, joined, separated
+from recipes.engines.checkpoints.moments import add_empty
 from recipes.engines.checkpoints.own_load_plan import OwnLoadPlan
 from recipes.engines.checkpoints.plain_pickles import loadable, plain_pickles
 from recipes.engines.checkpoints.save_planner import save_sharded
@@ -141,6 +142,9 @@ class Checkpoints:
         run = self._run
         options = StateDictOptions(full_state_dict=not self.path.is_dir())
         set_model_state_dict(run.task, state["weights"], options=options)
+        add_empty(state["optimizer"])
+        if not any(state["optimizer"]["state"].values()):  # PyTorch looks for the device of full ones
+            options = StateDictOptions()
         set_optimizer_state_dict(run.task, run.optimizer, state["optimizer"], options=options)
         copy_moments(run.optimizer)
         run.peak_rates_changed()

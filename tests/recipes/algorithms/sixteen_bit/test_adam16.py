@@ -201,6 +201,11 @@ def test_parameters_without_gradients_stand_still():
     optimizer.step()
     assert torch.equal(b, torch.ones(2, 2)) and b not in optimizer.state
     assert not torch.equal(a, torch.ones(2, 2))
+    saved = optimizer.state_dict()
+    saved["state"][1] = {}  # as a checkpoint is read
+    other = Adam16([a, b], lr=0.1)
+    other.load_state_dict(saved)
+    assert a in other.state and b not in other.state
 
 
 def test_tensors_at_one_step_are_updated_together(monkeypatch):

@@ -215,6 +215,21 @@ def whole(quick_recipe, fit, tmp_path_factory):
     return output, fit(quick_recipe(output, "checkpoints={every: 5ba, keep: -1, autoresume: false}"))
 
 
+def test_a_run_goes_on_with_a_parameter_that_had_no_gradient(quick_recipe, tmp_path):
+    """PyTorch's optimizers have no state of it."""
+    unused = torch.nn.Parameter(torch.ones(3))
+    for duration in (1, 2):
+        resumes = "checkpoints={every: 1ba, autoresume: true}"
+        trainer = build_trainer(
+            quick_recipe(tmp_path, f"training.duration={duration}ba", resumes),
+            lambda parts: parts.task.register_parameter("unused", unused),
+        )
+        assert trainer.state.timestamp.batch.value == duration - 1
+        trainer.fit()
+        trainer.close()
+    assert not trainer.state.optimizers[0].state.get(unused) and torch.equal(unused, torch.ones(3))
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_autoresume_in_mid_epoch_changes_nothing(whole, quick_recipe, fit, tmp_path, workers):
     changes = ["checkpoints.autoresume=true", f"data.workers={workers}", f"evals.val.workers={workers}"]

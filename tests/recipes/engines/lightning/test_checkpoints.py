@@ -100,6 +100,27 @@ def test_the_newest_are_kept(tmp_path, keep, left, fsdp):
     assert (tmp_path / "checkpoints" / "latest").resolve().name == f"ep0-ba3{end}"
 
 
+@pytest.mark.parametrize("names", [["bias"], ["weight", "bias"]], ids=["one", "all"])
+@pytest.mark.parametrize("fsdp", [None, FSDP(checkpoints="sharded")], ids=["full", "sharded"])
+def test_a_run_goes_on_without_moments_of_parameters_that_had_no_gradient(tmp_path, fsdp, names):
+    first, run, _ = new_checkpoints(tmp_path, fsdp=fsdp)
+    for name in names:
+        del run.optimizer.state[getattr(run.task, name)]
+    run.optimizer.param_groups[0]["initial_lr"] = 0.02
+    save_at(first, run, 2)
+    second, again, _ = new_checkpoints(tmp_path, fsdp=fsdp, autoresume=True)
+    again.optimizer.state.clear()  # a new optimizer, of parameters without gradients
+    again.optimizer.zero_grad()
+    second.load()
+    assert torch.equal(again.task.weight, run.task.weight)
+    for name in ("weight", "bias"):
+        state = again.optimizer.state.get(getattr(again.task, name)) or {}
+        expected = run.optimizer.state.get(getattr(run.task, name)) or {}
+        for moment in ("exp_avg", "exp_avg_sq"):
+            zeros = torch.zeros_like(getattr(again.task, name))
+            assert torch.equal(state.get(moment, zeros), expected.get(moment, zeros))
+
+
 @pytest.mark.parametrize("fsdp", [None, FSDP(checkpoints="sharded")], ids=["full", "sharded"])
 def test_a_run_goes_on_with_all_of_its_state(tmp_path, fsdp):
     first, run, _ = new_checkpoints(tmp_path, Counter(5), keep=1, fsdp=fsdp)
