@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from recipes.models.task import Task
+from recipes.models.task import Task, described
 
 
 class Figure(Metric):
@@ -37,10 +37,15 @@ class Figure(Metric):
         Args:
             results: what `Task.evaluate` returned for them.
             samples: (B,), with which weight each sample counts; None: all with the same.
+
+        Raises:
+            ValueError: a result is missing, or is not one value per sample.
         """
         for number, name in enumerate(self.terms):
-            values = results[name].float()
-            weight = results[self.weights[name]].float() if name in self.weights else torch.ones_like(values)
+            values = _per_sample(results, name, samples)
+            weight = torch.ones_like(values)
+            if name in self.weights:
+                weight = _per_sample(results, self.weights[name], samples)
             if samples is not None:
                 weight = weight * samples
             self.sums[number] += (values * weight).sum()
@@ -53,6 +58,17 @@ class Figure(Metric):
         total = (factors * self.sums / self.totals.clamp(min=1e-6)).sum()
         total = torch.where(self.totals.any(), total, torch.nan)
         return total.exp() if self.exponential else total
+
+
+def _per_sample(results: Mapping[str, Tensor], name: str, samples: Tensor | None) -> Tensor:
+    """A result as 32-bit numbers."""
+    found = results.get(name) if isinstance(results, Mapping) else None
+    if not isinstance(found, Tensor) or found.dim() != 1 or (samples is not None and len(found) != len(samples)):
+        raise ValueError(
+            f"model: evaluate returns {described(found)} for `{name}`; return a tensor of shape (B,), one value per "
+            "sample"
+        )
+    return found.float()
 
 
 def figures_of(task: Task) -> dict[str, Figure]:

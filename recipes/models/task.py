@@ -206,7 +206,8 @@ def losses_of(task: Task, outputs: Any) -> dict[str, Tensor]:
     """What a task's `forward` returned, for an engine.
 
     Raises:
-        ValueError: it has no `total`. Composer would minimise the sum of all that there is.
+        ValueError: it has no `total` (Composer would minimise the sum of all that there is), or a value is no
+            scalar that can be averaged over batches and ranks, such as a number of Python or an integer.
     """
     if not isinstance(outputs, Mapping) or "total" not in outputs:
         names = ", ".join(map(str, outputs)) if isinstance(outputs, Mapping) else type(outputs).__name__
@@ -214,4 +215,17 @@ def losses_of(task: Task, outputs: Any) -> dict[str, Tensor]:
             f"model: forward of {type(task).__name__} ({type(task).__module__}) returns {names or 'an empty dict'}; "
             "return a dict of scalars, of which `total` is minimised"
         )
+    for name, loss in outputs.items():
+        if not isinstance(loss, Tensor) or not loss.is_floating_point() or (name == "total" and loss.numel() != 1):
+            raise ValueError(
+                f"model: forward of {type(task).__name__} ({type(task).__module__}) returns {described(loss)} for "
+                f"`{name}`; return a scalar tensor of floating-point numbers"
+            )
     return outputs
+
+
+def described(value: Any) -> str:
+    """What a value is, in messages about what a task returns."""
+    if not isinstance(value, Tensor):
+        return "nothing" if value is None else f"an instance of {type(value).__name__}"
+    return f"a tensor of shape {tuple(value.shape)} and dtype {str(value.dtype).removeprefix('torch.')}"

@@ -57,6 +57,22 @@ def test_results_in_16_bits_are_added_in_32():
     assert figure.compute().item() == pytest.approx(302 / 301, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("results", "message"),
+    [
+        ({"loss": torch.ones(3).mean()}, r"a tensor of shape \(\) and dtype float32 for `loss`;"),
+        ({"loss": torch.ones(3, 1)}, r"a tensor of shape \(3, 1\) and dtype float32 for `loss`"),
+        ({"loss": 1.0}, "an instance of float for `loss`"),
+        ({"los": torch.ones(3)}, "nothing for `loss`"),
+        (torch.ones(3), "nothing for `loss`"),
+    ],
+)
+def test_results_that_are_not_of_each_sample_are_refused(results, message):
+    """A mean would count samples that only fill up a batch, and weigh batches of all sizes alike."""
+    with pytest.raises(ValueError, match=f"model: evaluate returns {message}"):
+        Figure({"loss": 1.0}, {}).update(results, torch.tensor([1.0, 1.0, 0.0]))
+
+
 def test_figures_of_a_task():
     task = Task()
     task.eval_names, task.eval_weights = ["loss", "both", "perplexity"], {"loss": "size"}

@@ -161,4 +161,22 @@ def test_losses_without_a_total_are_refused_by_both_engines(outputs, found):
     for losses in (lambda: ComposerTask(task).loss(outputs, None), lambda: losses_of(task, outputs)):
         with pytest.raises(ValueError, match=f"^model: forward of Task .* returns {found}; return a dict of scalars"):
             losses()
-    assert ComposerTask(task).loss({"total": 1.0}, None) == {"total": 1.0}
+    total = {"total": torch.ones(())}
+    assert ComposerTask(task).loss(total, None) == total
+
+
+@pytest.mark.parametrize(
+    ("losses", "message"),
+    [
+        ({"total": 1.0}, "an instance of float for `total`"),
+        ({"total": torch.ones(3)}, r"a tensor of shape \(3,\) and dtype float32 for `total`"),
+        ({"total": torch.ones(()), "tokens": torch.tensor(3)}, r"a tensor of shape \(\) and dtype int64 for `tokens`"),
+        ({"total": torch.ones(()), "aux": None}, "nothing for `aux`"),
+    ],
+)
+def test_losses_that_are_no_scalars_are_refused(losses, message):
+    """Both engines average them as tensors of floating-point numbers."""
+    with pytest.raises(ValueError, match=rf"forward of Task \(recipes.models.task\) returns {message}; return a scalar"):
+        losses_of(Task(), losses)
+    whole = {"total": torch.ones(1), "aux": torch.ones((), dtype=torch.float64)}
+    assert losses_of(Task(), whole) is whole
