@@ -176,7 +176,7 @@ def test_losses_without_a_total_are_refused_by_both_engines(outputs, found):
 )
 def test_losses_that_are_no_scalars_are_refused(losses, message):
     """Both engines average them as tensors of floating-point numbers."""
-    with pytest.raises(ValueError, match=rf"forward of Task \(recipes.models.task\) returns {message}; return a scalar"):
+    with pytest.raises(ValueError, match=rf"forward of Task \(recipes.models.task\) returns {message}; return"):
         losses_of(Task(), losses)
     whole = {"total": torch.ones(1), "aux": torch.ones((), dtype=torch.float64)}
     assert losses_of(Task(), whole) is whole
