@@ -22,7 +22,8 @@ def memory_text(recipe: Recipe, task: nn.Module, costs: Costs, devices: Devices)
     parameters, trained = parameter_counts(task)
     halves = 2 * costs.stored_16_bit  # bytes of the weights that take half as much, and of their gradients
     size = state_bytes(parameters, trained, held(task, task, devices) / parameters / shards, costs)
-    state = f", {costs.optimizer.note}" if costs.optimizer.note else ""
+    unknown = f" (without the state of {recipe.optimizer.name}, which reports no cost)"
+    state = f", {costs.optimizer.note}" if costs.optimizer.note else unknown
     low = f" (in 16 bits for the blocks' matrices, {size_text(halves)} each)" if halves else ""
     text = f"memory: {size_text(size)} on each device for weights, gradients{low}{state}"
     if devices.tensor > 1:

@@ -13,6 +13,7 @@ from recipes.planning.footprint import (
     gathered_at_once,
     gathered_sizes,
     gradient_traffic,
+    memory_text,
     microbatches_of,
     shard_traffic,
     state_bytes,
@@ -35,6 +36,21 @@ def test_frozen_weights_have_no_gradients_and_the_optimizer_says_what_a_device_h
     """Of 10 values 6 are trained, 4 of these in 16 bits with their gradients; a device has half of them."""
     costs = Costs(Cost(), {}, Cost(device_bytes=100), {"scaling": Cost(stored_16_bit=4)}, {})
     assert state_bytes(10, 6, 0.5, costs) == ((6 * 4 + 4 * 2) + (2 * 4 + 4 * 2)) / 2 + 100
+
+
+@pytest.mark.parametrize(
+    ("cost", "expected"),
+    [
+        (Cost(note="two moments in fp32"), "gradients, two moments in fp32; activations"),
+        (Cost(), "gradients (without the state of mine.lion, which reports no cost); activations"),
+    ],
+)
+def test_an_optimizer_without_a_cost_is_said(cost, expected):
+    """Those of other packages; the memory would be taken for all that the run needs."""
+    training = SimpleNamespace(fsdp=None, microbatch=None, device_batch=lambda ranks: 4)
+    recipe = SimpleNamespace(training=training, optimizer=SimpleNamespace(name="mine.lion"))
+    text = memory_text(recipe, TwoLayers(), Costs(Cost(), {}, cost, {}, {}), Devices(1, 1))
+    assert expected in text
 
 
 def test_gradients_are_averaged_by_rows_of_shards_and_in_their_own_format():
