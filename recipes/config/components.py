@@ -114,8 +114,10 @@ BASES = {
     "image_encoder": "recipes.encoders.base:ImageEncoder",
     "text_encoder": "recipes.encoders.base:TextEncoder",
     "optimizer": "torch.optim:Optimizer",
+    "schedule": "collections.abc:Callable",
     "algorithm": "recipes.training.lever:Lever",
     "callback": "recipes.training.callback:Callback",
+    "logger": "collections.abc:Callable",
 }
 
 # The groups whose objects have their name in recipes as an attribute `name`, by which exports record and open them.

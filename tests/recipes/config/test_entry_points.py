@@ -72,7 +72,14 @@ def test_a_component_of_a_package_is_checked_and_then_built(package, capsys):
 
 @pytest.mark.parametrize(
     ("group", "kind"),
-    [("algorithm", "Lever"), ("model", "Task"), ("optimizer", "Optimizer"), ("source", "Source")],
+    [
+        ("algorithm", "Lever"),
+        ("logger", "Callable"),
+        ("model", "Task"),
+        ("optimizer", "Optimizer"),
+        ("schedule", "Callable"),
+        ("source", "Source"),
+    ],
 )
 def test_a_component_in_the_wrong_group_is_not_left_out_silently(package, group, kind):
     folder = package(CALLBACK.replace("callback", group))
