@@ -146,9 +146,10 @@ def own_unpickling(task: torch.nn.Module, optimizer: torch.optim.Optimizer) -> I
     """A context in which Composer's Trainer loads no code from checkpoints, and full ones lazily, of this task and
     optimizer alone.
 
-    See `plain_pickles`, `lazy` and `same_model` in `recipes.engines.checkpoints`.
+    See `plain_pickles`, `lazy` and `same_model` in `recipes.engines.checkpoints`. Composer also evaluates a text in the
+    checkpoint as code where an entry has the name of one of its own algorithms; a recipe names all that a run has.
     """
-    theirs = composer_checkpoint._torch_load_with_validation
+    theirs, apply = composer_checkpoint._torch_load_with_validation, State._apply_required_algorithms
 
     def load(path: str, map_location: str) -> Any:
         path = os.path.realpath(path)  # Composer links to the file from a temporary folder
@@ -158,11 +159,12 @@ def own_unpickling(task: torch.nn.Module, optimizer: torch.optim.Optimizer) -> I
         return found
 
     composer_checkpoint._torch_load_with_validation = load
+    State._apply_required_algorithms = lambda *arguments: None
     try:
         with plain_pickles():
             yield
     finally:
-        composer_checkpoint._torch_load_with_validation = theirs
+        composer_checkpoint._torch_load_with_validation, State._apply_required_algorithms = theirs, apply
 
 
 @contextmanager

@@ -230,6 +230,19 @@ def test_a_run_goes_on_with_a_parameter_that_had_no_gradient(quick_recipe, tmp_p
     assert not trainer.state.optimizers[0].state.get(unused) and torch.equal(unused, torch.ones(3))
 
 
+def test_a_text_in_a_checkpoint_is_not_run_as_code(whole, quick_recipe, tmp_path):
+    """Composer evaluates the text of an entry with the name of an algorithm of its own."""
+    output, _ = whole
+    state = torch.load(next((output / "checkpoints").glob("*ba5-rank0.pt")), weights_only=False)
+    code = f"Alibi.__init__.__globals__['__builtins__']['open']({str(tmp_path / 'made')!r}, 'w')"
+    state["state"]["algorithms"].append(("Alibi", {"repr": code}))
+    torch.save(state, tmp_path / "sent.pt")
+    load = f"checkpoints={{load_path: {tmp_path / 'sent.pt'}, autoresume: false}}"
+    trainer = build_trainer(quick_recipe(tmp_path / "run", load))
+    trainer.close()
+    assert trainer.state.timestamp.batch.value == 5 and not (tmp_path / "made").exists()
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_autoresume_in_mid_epoch_changes_nothing(whole, quick_recipe, fit, tmp_path, workers):
     changes = ["checkpoints.autoresume=true", f"data.workers={workers}", f"evals.val.workers={workers}"]
