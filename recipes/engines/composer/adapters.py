@@ -90,8 +90,9 @@ class _LeverState(Algorithm):
         return super().state_dict() | loadable(type(self).__name__, self.lever.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Without the text that Composer adds."""
         shards = {} if self.planner is None else self.planner.levers.pop(type(self).__name__, {})
-        self.lever.load_state_dict(joined(state, shards))
+        self.lever.load_state_dict(joined({key: value for key, value in state.items() if key != "repr"}, shards))
 
 
 class _RunCallback(ComposerCallback):

@@ -351,3 +351,13 @@ def test_generators_go_on_where_they_were(monkeypatch, capsys, rank, world, expe
     assert drawn() == draws[expected]
     said = f"generators: the checkpoint has those of 2 ranks, this run has {world} ranks"
     assert (said in capsys.readouterr().out) == (world != 2)
+
+
+def test_a_lever_gets_the_state_that_it_gave_from_composer_too():
+    class Keeper(Counter):
+        def load_state_dict(self, state):
+            self.loaded = state
+
+    _, algorithm = as_algorithms(Levers([keeper := Keeper(3)]), None)
+    algorithm.load_state_dict(algorithm.state_dict())
+    assert keeper.loaded == {"value": 3}
