@@ -32,6 +32,8 @@ PLACES = ("urls", "path", "files", "exclude", "shard_size", "shard_mb", "scores"
 # Options that say what is taken of a source's data (see `source_options`), and by which rules the filter judges (see
 # `filter_version`). Sets of earlier versions may lack them.
 SOURCE, SCORES, FILTER_VERSION = "source", "scores", "filter_version"
+RESAMPLING = "resampling"
+EARLIER_RESAMPLING = "lanczos (of an earlier version)"  # of sets of squares that do not hold how these were resized
 
 
 @dataclass(kw_only=True)
@@ -148,7 +150,7 @@ class EncodeConfig:
             "crop": self.crop,
             **crops,
             "upscale": self.upscale,
-            "resampling": self.resampling,
+            RESAMPLING: self.resampling,
             "filter": plain_values(self.filter),
             **filter_version(self.filter),
             "seed": None if self.crop == "center" else self.seed,

@@ -16,7 +16,7 @@ from data.system.log import log
 from precompute.checking.file_figures import print_faults
 from precompute.checking.reencode import Reencoded, as_values, decoded, encode_again, null_text_faults, psnr
 from precompute.checking.survey import Survey, figures, survey
-from precompute.config import EncodeConfig
+from precompute.config import EARLIER_RESAMPLING, RESAMPLING, EncodeConfig
 from precompute.encoding.columns import LatentColumns, TokenColumns
 from precompute.encoding.job import columns_of, pick_device, preparation_of
 from precompute.encoding.provenance import manifest_fields
@@ -95,7 +95,8 @@ def _other_options(
         if isinstance(mine, dict) and isinstance(stored, dict) and name.endswith("_encoder"):
             pairs = [(f"{name}.{key}", stored.get(key), mine[key]) for key in mine if key not in NOT_OF_ENCODERS]
         else:
-            pairs = [(name, stored, mine)]
+            earlier = name == RESAMPLING and stored is None and mine is not None and config.crop == manifest.crop
+            pairs = [(name, EARLIER_RESAMPLING if earlier else stored, mine)]
         lines += [
             f"{manifest.where}: {key} is {one}, this job has {other}" for key, one, other in pairs if one != other
         ]

@@ -39,7 +39,7 @@ from data.system.files import (
     write_json,
 )
 from data.system.side_by_side import side_by_side
-from precompute.config import EncodeConfig, changed_option
+from precompute.config import EARLIER_RESAMPLING, RESAMPLING, EncodeConfig, changed_option
 from precompute.output.folder_gone import FolderGone
 from precompute.output.merged_index import END, merged_shards
 from precompute.output.problems import Problem
@@ -156,7 +156,7 @@ class OutputSet:
             return False
         try:
             manifest = Manifest.read(self.out)
-            same = manifest.request == _as_json(request) and manifest.shards == len(self.shards)
+            same = changed_option(manifest.request, _as_json(request)) is None and manifest.shards == len(self.shards)
             if not same or not all(side_by_side(self.is_done, own)):
                 return False
             merged = merged_shards(self.out / INDEX)
@@ -210,9 +210,12 @@ class OutputSet:
         """Raises an error where options of the folder are not these, which are as JSON gives them back."""
         name = changed_option(found, options)
         if name is not None:
+            earlier = name == RESAMPLING and name not in found
+            value = EARLIER_RESAMPLING if earlier else found.get(name)
+            finish = "finish it with that version, " if earlier else ""
             raise ValueError(
-                f"{self.out}: holds values made with {name} {found.get(name)}, this job has {options.get(name)}; "
-                "give another `out`, or delete the folder to encode again"
+                f"{self.out}: holds values made with {name} {value}, this job has {options.get(name)}; "
+                f"{finish}give another `out`, or delete the folder to encode again"
             )
 
     def publish(self, shard: str, rank: int) -> None:

@@ -69,6 +69,15 @@ def change(folder: Path, column: str, row: int, values: np.ndarray, rehash: bool
         (folder / "index.json").write_text(json.dumps(index))
 
 
+def test_a_set_of_the_earlier_resampling_is_named(copy, tmp_path, capsys):
+    manifest = json.loads((copy / "manifest.json").read_text())
+    del manifest["resampling"]
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    status, _, faults = verify(capsys, copy, f"--out={tmp_path}")
+    assert status == 1 and len(faults) == 1
+    assert faults[0].endswith("resampling is lanczos (of an earlier version), this job has bicubic")
+
+
 def test_a_set_of_latents_holds(latent_sets, tmp_path, capsys):
     status, lines, faults = verify(capsys, latent_sets / "train", "--records=12", f"--out={tmp_path}")
     assert (status, faults) == (0, []) and lines[-1] == f"  no faults; the figures are in {tmp_path}/train.json"

@@ -74,6 +74,24 @@ def test_a_set_that_grew_is_uploaded_again(tmp_path, monkeypatch, uploads):
     assert output.is_complete(FIELDS["request"], output.shards)
 
 
+def test_a_complete_set_of_an_earlier_version_stays_complete(tmp_path):
+    """Its manifest does not hold how the source was read."""
+    output = OutputSet(tmp_path, ["a"])
+    write(output, "a", [sample("a0")], {})
+    output.merge(FIELDS, {})
+    assert output.is_complete(FIELDS["request"] | {"source": {"name": "tars"}}, output.shards)
+    assert not output.is_complete(FIELDS["request"] | {"upscale": True}, output.shards)
+
+
+def test_a_set_of_the_earlier_resampling_says_what_to_do(tmp_path):
+    earlier = {"resolutions": [8], "crop": "center"}
+    write(OutputSet(tmp_path, ["a", "b"]), "a", [sample("a0")], earlier)
+    with pytest.raises(ValueError, match=r"resampling lanczos \(of .*; finish it with that version"):
+        OutputSet(tmp_path, ["a", "b"]).claim({"resolutions": [8], "crop": "center", "resampling": "bicubic"})
+    with pytest.raises(ValueError, match="values made with crop center, this job has random; give another"):
+        OutputSet(tmp_path, ["a", "b"]).claim({"resolutions": [8], "crop": "random", "resampling": "bicubic"})
+
+
 def test_as_many_other_shards_are_not_the_set(tmp_path):
     every = {"a": [sample("a0")], "b": [sample("b0")], "empty": [Rejected("e0", "empty_caption")]}
     for shard, samples in every.items():
