@@ -13,17 +13,23 @@ needs_stub_gpu = pytest.mark.skipif(why_not() is not None, reason=why_not() or "
 
 
 class StubGpu:
-    """Runs scripts in processes that take the library for a GPU, forked from a server as in `tests.ranks`."""
+    """Runs scripts in processes that take the library for GPUs, forked from a server as in `tests.ranks`."""
 
     def __init__(self, folder: Path) -> None:
         """The library is built in the folder."""
-        self.variables = variables(build(folder)) | {"CUDA_VISIBLE_DEVICES": "0"}
-        self.server = start_server(self.variables)
+        self.variables = variables(build(folder))
+        self.server = start_server(self.variables | _devices(1))
 
-    def __call__(self, script: Path, *arguments: object, timeout: float = 500, **more: str) -> CompletedProcess:
-        """As `launch` of one rank, with more variables of the environment."""
-        given = self.variables | more
-        done = launch(1, script, *arguments, timeout=timeout, server=self.server, variables=given)
+    def __call__(
+        self, script: Path, *arguments: object, ranks: int = 1, timeout: float = 500, **more: str
+    ) -> CompletedProcess:
+        """As `launch`, with a GPU per rank and more variables of the environment."""
+        given = self.variables | _devices(ranks) | more
+        done = launch(ranks, script, *arguments, timeout=timeout, server=self.server, variables=given)
         # After the stacks of a crash, faulthandler lists hundreds of modules: tests show the end of what was written.
         done.stderr = re.sub(r"\n*Extension modules: .*", "", done.stderr)
         return done
+
+
+def _devices(count: int) -> dict[str, str]:
+    return {"STUB_GPUS": str(count), "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)))}

@@ -10,6 +10,7 @@
 #include <dlfcn.h>
 #include <driver_types.h>
 #include <pthread.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -158,11 +159,14 @@ int cudaMemsetAsync(void *address, int value, size_t size, void *stream) {
   return launch();
 }
 
+static __thread int current; /* the device of a thread */
+
 int cudaPointerGetAttributes(struct cudaPointerAttributes *found, const void *address) {
   memset(found, 0, sizeof *found);
   found->type = on_device(address) ? cudaMemoryTypeDevice
                 : is_locked(address) ? cudaMemoryTypeHost
                                      : cudaMemoryTypeUnregistered;
+  found->device = current;
   found->devicePointer = found->hostPointer = (void *)address;
   return 0;
 }
@@ -212,9 +216,17 @@ static int properties(struct cudaDeviceProp *found) {
 
 int cudaGetDeviceProperties_v2(struct cudaDeviceProp *found, int device) { return properties(found); } /* CUDA 12 */
 int cudaGetDeviceProperties(struct cudaDeviceProp *found, int device) { return properties(found); }    /* CUDA 13 */
-int cudaGetDeviceCount(int *number) { *number = 1; return 0; }
-int cudaGetDevice(int *device) { *device = 0; return 0; }
-int cudaSetDevice(int device) { return device == 0 ? 0 : 101; }
+static int devices(void) { /* STUB_GPUS: as many as there are ranks, each of which uses one */
+  const char *given = getenv("STUB_GPUS");
+  return given ? atoi(given) : 1;
+}
+int cudaGetDeviceCount(int *number) { *number = devices(); return 0; }
+int cudaGetDevice(int *device) { *device = current; return 0; }
+int cudaSetDevice(int device) {
+  if (device < 0 || device >= devices()) return 101;
+  current = device;
+  return 0;
+}
 int cudaDriverGetVersion(int *version) { *version = 13000; return 0; }
 int cudaDeviceGetPCIBusId(char *text, int size, int device) { strncpy(text, "0000:00:00.0", size); return 0; }
 int cudaDeviceCanAccessPeer(int *can, int one, int other) { *can = 0; return 0; }
@@ -346,20 +358,20 @@ int cudaEventSynchronize(void *event) {
 /* --- NVML, which PyTorch asks whether there is a GPU in a process that is forked later ---------------------------- */
 
 int nvmlInit(void) { return 0; }
-int nvmlDeviceGetCount_v2(unsigned *number) { *number = 1; return 0; }
+int nvmlDeviceGetCount_v2(unsigned *number) { *number = devices(); return 0; }
 
 /* --- the driver, as Triton calls it ------------------------------------------------------------------------------- */
 
 int cuInit(unsigned flags) { return 0; }
 int cuDriverGetVersion(int *version) { *version = 13000; return 0; }
-int cuDeviceGetCount(int *number) { *number = 1; return 0; }
+int cuDeviceGetCount(int *number) { *number = devices(); return 0; }
 int cuDeviceGet(int *device, int number) { *device = number; return 0; }
 int cuDeviceGetName(char *name, int size, int device) { strncpy(name, "stub of an H100", size); return 0; }
 int cuGetErrorString(int error, const char **text) { *text = "error of the stub GPU"; return 0; }
 int cuGetErrorName(int error, const char **text) { return cuGetErrorString(error, text); }
 int cuCtxGetCurrent(void **context) { *context = (void *)1; return 0; }
 int cuCtxSetCurrent(void *context) { return 0; }
-int cuCtxGetDevice(int *device) { *device = 0; return 0; }
+int cuCtxGetDevice(int *device) { *device = current; return 0; }
 int cuCtxSetLimit(int limit, size_t value) { return 0; }
 int cuCtxGetLimit(size_t *value, int limit) { *value = 0; return 0; }
 int cuDevicePrimaryCtxRetain(void **context, int device) { return cuCtxGetCurrent(context); }
@@ -434,29 +446,4 @@ int cusolverDnXpotrf_bufferSize(
   return 0;
 }
 
-/* --- NCCL, with one rank ------------------------------------------------------------------------------------------ */
-
-static int collect(const void *from, void *to, size_t number, int type) {
-  static const int bytes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1}; /* by ncclDataType_t */
-  if (from != to) copy(to, from, number * bytes[type]);
-  return launch();
-}
-int ncclAllReduce(const void *from, void *to, size_t n, int type, int op, void *c, void *s) {
-  return collect(from, to, n, type);
-}
-int ncclReduce(const void *from, void *to, size_t n, int type, int op, int root, void *c, void *s) {
-  return collect(from, to, n, type);
-}
-int ncclReduceScatter(const void *from, void *to, size_t n, int type, int op, void *c, void *s) {
-  return collect(from, to, n, type);
-}
-int ncclAllGather(const void *from, void *to, size_t n, int type, void *c, void *s) {
-  return collect(from, to, n, type);
-}
-int ncclBroadcast(const void *from, void *to, size_t n, int type, int root, void *c, void *s) {
-  return collect(from, to, n, type);
-}
-int ncclGetUniqueId(void *id) { memset(id, 0, 128); return 0; }
-int ncclCommGetAsyncError(void *communicator, int *error) { *error = 0; return 0; }
-int ncclCommCount(void *communicator, int *number) { *number = 1; return 0; }
-int ncclCommUserRank(void *communicator, int *rank) { *rank = 0; return 0; }
+#include "collectives.h"

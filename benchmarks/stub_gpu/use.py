@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from recipes.algorithms.resilience import guard
@@ -79,3 +81,28 @@ def compute_decisions_on_host() -> None:
     torch.full, torch.stack = host_full, host_stack
     Tensor.__iadd__ = host_add  # type: ignore[assignment, method-assign]
     guard.largest_magnitude = lambda tensors: torch.zeros(())
+
+
+def exchange_decisions_on_host(collectives: str) -> None:
+    """Make ranks exchange objects and small tensors of integers on the host: the stub leaves each rank its own.
+
+    Args:
+        collectives: path of a file to which the stub adds a line for each collective of NCCL that this rank calls.
+    """
+    os.environ["STUB_COLLECTIVES"] = collectives
+    create, all_reduce = dist.init_process_group, dist.all_reduce
+    counts = Counts()
+
+    def create_with_gloo(backend: Any = None, *args: Any, **kwargs: Any) -> None:
+        create("cpu:gloo,cuda:nccl", *args, **kwargs)
+
+    def host_all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not tensor.is_cuda or tensor.numel() > SMALL or tensor.is_floating_point() or kwargs.get("async_op"):
+            return all_reduce(tensor, *args, **kwargs)
+        with counts.paused():
+            on_host = tensor.cpu()
+            all_reduce(on_host, *args, **kwargs)
+            tensor.copy_(on_host)
+
+    dist.init_process_group, dist.all_reduce = create_with_gloo, host_all_reduce
+    dist.get_backend = lambda group=None: "nccl"  # Composer compares it with its own
