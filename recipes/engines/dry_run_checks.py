@@ -26,8 +26,9 @@ from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradSca
 from recipes.config.build import build, build_on_meta
 from recipes.config.recipe import Recipe
 from recipes.config.values import Component, plain_values
+from recipes.engines.check_classes import check_classes
 from recipes.engines.first_weights import load_first_weights
-from recipes.engines.parts import Place, build_levers, check_callbacks, check_microbatch, context_of, the_one
+from recipes.engines.parts import Place, build_levers, check_microbatch, context_of, the_one
 from recipes.engines.precision import resolve
 from recipes.engines.resuming import check_folder, check_start
 from recipes.models.task import Task
@@ -83,7 +84,7 @@ def _check_on_meta(recipe: Recipe, use_gpu: bool, epoch_batches: int | None) -> 
     for component in (*recipe.callbacks.values(), *recipe.loggers.values()):
         if not any(isinstance(value, Component) for value in component.args.values()):  # which has data of its own
             build(component, **context)
-    check_callbacks(recipe)
+    check_classes(recipe)
     check_microbatch(recipe, task, batch)
     _prepare(recipe, levers, run, devices)
     if epoch_batches is None and any(in_epochs(plain_values(recipe))):

@@ -15,7 +15,7 @@ from data.system.log import log
 from recipes.config.build import build, build_on_meta
 from recipes.config.recipe import Recipe
 from recipes.models.task import Task
-from recipes.planning.sharding import check_sharding
+from recipes.planning.check_model import check_model
 from recipes.training.ranks import by_first_rank
 
 
@@ -50,7 +50,7 @@ def new_task(recipe: Recipe, *, sent: bool, resumes: bool = False) -> Task:
 
 def _whole_task(recipe: Recipe, resumes: bool) -> Task:
     task = build(recipe.model)
-    check_sharding(recipe, task)
+    check_model(recipe, task)
     if recipe.checkpoints.load_weights and not resumes:
         load_first_weights(recipe, task)
     return task

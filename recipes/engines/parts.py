@@ -32,8 +32,9 @@ from recipes.algorithms.sharding.first_rank import FirstRankSends
 from recipes.algorithms.sharding.fsdp import Sharding
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
 from recipes.algorithms.tensor_parallel.lever import TensorParallel
-from recipes.config.build import build, build_on_meta, encoders_of, import_builder
+from recipes.config.build import build, build_on_meta, encoders_of
 from recipes.config.recipe import Recipe, Training
+from recipes.engines.check_classes import check_classes
 from recipes.engines.first_weights import new_task, started_from
 from recipes.engines.logs.loggers import Opener
 from recipes.engines.logs.tracking import tracked_run
@@ -179,7 +180,7 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
             lever.built(optimizer)
         return optimizer
 
-    check_callbacks(recipe)
+    check_classes(recipe)
     check_microbatch(recipe, task, batch)
     context = context_of(recipe, task, data)
     levers = build_levers(recipe, place, context, batch)
@@ -225,21 +226,6 @@ def context_of(recipe: Recipe, task: Task, data: Loading | None) -> dict[str, An
         "blank": lambda: build_on_meta(recipe.model),
         "started_from": started_from(recipe),
     }
-
-
-def check_callbacks(recipe: Recipe) -> None:
-    """
-    Raises:
-        ValueError: two callbacks of a class of which a run has at most one.
-    """
-    found: dict[Any, str] = {}
-    for label, component in recipe.callbacks.items():
-        first = found.setdefault(import_builder(component), label)
-        if first != label and getattr(import_builder(component), "alone", False):
-            raise ValueError(
-                f"callbacks: {first} and {label} are both {component.name}, and what one writes would replace what the "
-                "other does; remove one of them"
-            )
 
 
 def check_microbatch(recipe: Recipe, task: Task, batch: int) -> None:

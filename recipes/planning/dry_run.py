@@ -13,6 +13,7 @@ from torch import nn
 from data.cost import Epoch, size_text
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe
+from recipes.planning.check_model import check_model
 from recipes.planning.costs import Costs, cost_of, costs_of, plan_of
 from recipes.planning.devices import Devices
 from recipes.planning.footprint import (
@@ -24,7 +25,6 @@ from recipes.planning.footprint import (
 )
 from recipes.planning.inputs import absent_inputs
 from recipes.planning.length import Length, batch_text, length_of, length_text, times_text
-from recipes.planning.sharding import check_sharding
 from recipes.planning.tensor_parallel import check_tensor_parallel
 
 
@@ -58,7 +58,7 @@ def survey(recipe: Recipe) -> Survey:
     task = build_on_meta(recipe.model)
     devices = Devices.of_environment(recipe.training)
     check_tensor_parallel(recipe, devices, task)
-    check_sharding(recipe, task)
+    check_model(recipe, task)
     plan = plan_of(recipe, task, devices)
     costs = costs_of(recipe, plan)
     return Survey(
@@ -87,7 +87,7 @@ def problems(recipe: Recipe, whole: Callable[[Recipe], Any] = survey) -> Iterato
         attempt(batch_text, recipe.training, devices.world)
     task = attempt(build_on_meta, recipe.model)
     if task is not None:
-        attempt(check_sharding, recipe, task)
+        attempt(check_model, recipe, task)
     if task is not None and devices is not None:
         attempt(check_tensor_parallel, recipe, devices, task)
         plan = attempt(plan_of, recipe, task, devices)

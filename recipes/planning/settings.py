@@ -14,12 +14,12 @@ from recipes.algorithms.sharding.shard import units_of
 from recipes.config.recipe import FSDP, Recipe
 from recipes.config.values import Component
 from recipes.models.task import Task
+from recipes.planning.check_model import check_model
 from recipes.planning.costs import Costs, costs_of, plan_of
 from recipes.planning.devices import Devices
 from recipes.planning.divided_run import Cluster, DividedRun, Setting
 from recipes.planning.footprint import gathered_format
 from recipes.planning.hardware.gpus import Device
-from recipes.planning.sharding import check_sharding
 from recipes.planning.step_time import captured, share_of_launches
 from recipes.planning.tensor_parallel import check_tensor_parallel
 from recipes.planning.tracing.pass_memory import Passes
@@ -93,7 +93,7 @@ def runs_of(
                 algorithms = {name: lever for name, lever in algorithms.items() if name not in averaging}
                 divided = dataclasses.replace(recipe, training=training, algorithms=algorithms)
                 check_tensor_parallel(divided, devices, task)
-                check_sharding(divided, task)
+                check_model(divided, task)
                 costs = costs_of(divided, plan_of(divided, task, devices))
                 _check_one_graph(divided, task, costs)
             except ValueError:

@@ -1,0 +1,41 @@
+"""Finds callbacks and levers whose classes a run cannot use, by the classes alone."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from recipes.config.build import import_builder
+from recipes.config.recipe import Recipe
+from recipes.training.callback import Callback
+from recipes.training.hooks import Hooks
+from recipes.training.lever import Lever
+
+
+def check_classes(recipe: Recipe) -> None:
+    """
+    Raises:
+        ValueError: two callbacks of a class of which a run has at most one, or a callback or lever that defines none of
+            the methods that a run calls, such as one with a misspelled name.
+    """
+    found: dict[Any, str] = {}
+    for label, component in recipe.callbacks.items():
+        first = found.setdefault(import_builder(component), label)
+        if first != label and getattr(import_builder(component), "alone", False):
+            raise ValueError(
+                f"callbacks: {first} and {label} are both {component.name}, and what one writes would replace what the "
+                "other does; remove one of them"
+            )
+    for component in (*recipe.callbacks.values(), *recipe.algorithms.values()):
+        kind = import_builder(component)
+        if isinstance(kind, type) and not _is_called(kind):
+            raise ValueError(
+                f"{component.path}: {kind.__name__} ({kind.__module__}) does nothing: it defines none of the methods "
+                "that a run calls, such as step_end(run)"
+            )
+
+
+def _is_called(kind: type) -> bool:
+    base = Lever if issubclass(kind, Lever) else Callback
+    methods = [name for name, member in (vars(Hooks) | vars(base)).items() if inspect.isfunction(member)]
+    return any(getattr(kind, name, None) is not getattr(base, name) for name in methods if not name.startswith("_"))

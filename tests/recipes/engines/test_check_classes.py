@@ -1,0 +1,47 @@
+"""Classes of callbacks and levers of which a run would call nothing."""
+
+import pytest
+
+from recipes.engines import check_classes
+from recipes.training.callback import Callback
+from recipes.training.lever import Lever
+
+
+class Misspelled(Callback):
+    def on_batch_end(self, run):
+        raise AssertionError("not called")
+
+
+class Keeps(Callback):
+    def state_dict(self):
+        return {}
+
+
+class LateLever(Lever):
+    averages = True
+
+    def after_backwards(self, run):
+        raise AssertionError("not called")
+
+
+class Changes(Lever):
+    def change_modules(self, run):
+        pass
+
+
+@pytest.mark.parametrize(("section", "kind", "nothing"), [
+    ("callbacks", Misspelled, True), ("callbacks", Keeps, False),
+    ("algorithms", LateLever, True), ("algorithms", Changes, False),
+])  # fmt: skip
+def test_classes_that_define_no_method_of_a_run(small_recipe, tmp_path, monkeypatch, section, kind, nothing):
+    named = {"callbacks": "progress", "algorithms": "channels_last"}[section]
+    recipe = small_recipe(tmp_path, f"{section}.mine={{name: {named}}}")
+    theirs = check_classes.import_builder
+    builder = lambda component: kind if component.path.endswith("mine") else theirs(component)  # noqa: E731
+    monkeypatch.setattr(check_classes, "import_builder", builder)
+    if nothing:
+        said = rf"^{section}.mine: {kind.__name__} \({__name__}\) does nothing: it defines none of the methods"
+        with pytest.raises(ValueError, match=said):
+            check_classes.check_classes(recipe)
+    else:
+        check_classes.check_classes(recipe)
