@@ -37,6 +37,10 @@ int ncclAllGather(const void *from, void *to, size_t n, int type, struct group *
   for (int rank = 0; rank < all->ranks; rank++) give((char *)to + rank * bytes(n, type), from, bytes(n, type));
   return call("all_gather", n, type, 0);
 }
+int ncclAlltoAll(const void *from, void *to, size_t n, int type, struct group *all, void *stream) {
+  give(to, from, all->ranks * bytes(n, type));
+  return call("all_to_all", n, type, 0);
+}
 int ncclBroadcast(const void *from, void *to, size_t n, int type, int root, struct group *all, void *stream) {
   give(to, from, bytes(n, type));
   return call("broadcast", n, type, root);

@@ -76,5 +76,6 @@ def test_ranks_call_the_same_collectives(seen):
     """In one order, with the same sizes: with NCCL, ranks that differ wait for each other for ever."""
     first, second = seen[1]
     kinds = {line.split()[0] for line in first}
-    assert kinds >= {"all_reduce", "all_gather", "reduce_scatter", "send", "receive"}
+    assert kinds >= {"all_reduce", "all_gather", "reduce_scatter"}
+    assert kinds & {"send", "all_to_all"}  # an exchange between all, by the version of PyTorch
     assert first == second
