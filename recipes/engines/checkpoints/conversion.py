@@ -195,7 +195,7 @@ def to_composer(checkpoint: dict[str, Any]) -> dict[str, Any]:
         "dataset_state": {"train": data, "eval": {}},
     }
     if checkpoint["scaler"]:
-        state["scaler"] = dict.fromkeys(("GradScaler", "ClosureGradScaler"), checkpoint["scaler"])
+        state["scaler"] = {"GradScaler": checkpoint["scaler"]}
     return {"state": state, "rng": generators}
 
 

@@ -13,6 +13,7 @@ from composer.core import Precision as Precisions
 from composer.core import State
 from composer.distributed.fsdp2_utils import sync_optimizer_and_model_params
 from composer.loggers import Logger
+from composer.trainer._scaler import ClosureGradScaler
 from torch import Tensor, nn
 
 from recipes.engines.precision import autocast, gradient_scaler
@@ -54,7 +55,10 @@ class ComposerRun(Run):
         It has no autocast context for CPUs, which `ComposerTask` enters, and its scaler is a GPU's.
         """
         self._state.precision = Precisions(self.precision)
-        if not self.on_gpu and self.precision == "amp_fp16":
+        if self.precision != "amp_fp16":
+            # Scales nothing. Checkpoints of earlier versions, of steps within closures, have this class.
+            self._state.scaler = ClosureGradScaler(enabled=False)
+        elif not self.on_gpu:
             self._state.scaler = gradient_scaler(self.device, self.precision)
 
     def begin_batch(self) -> None:

@@ -243,6 +243,22 @@ def test_a_text_in_a_checkpoint_is_not_run_as_code(whole, quick_recipe, tmp_path
     assert trainer.state.timestamp.batch.value == 5 and not (tmp_path / "made").exists()
 
 
+def test_a_checkpoint_with_a_scaler_that_scales_nothing(whole, quick_recipe, tmp_path):
+    """As earlier versions wrote it on a GPU, in all precisions."""
+    output, _ = whole
+    state = torch.load(next((output / "checkpoints").glob("*ba5-rank0.pt")), weights_only=False)
+    assert state["state"]["scaler"] == {"ClosureGradScaler": {}}  # which sharded checkpoints need not have
+    state["state"]["scaler"] = {"ClosureGradScaler": torch.amp.GradScaler("cpu").state_dict()}
+    torch.save(state, tmp_path / "earlier.pt")
+    load = f"checkpoints={{load_path: {tmp_path / 'earlier.pt'}, autoresume: false}}"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = build_trainer(quick_recipe(tmp_path / "run", load))
+    trainer.close()
+    assert trainer.state.timestamp.batch.value == 5
+    assert not [w for w in caught if "not in the state_dict" in str(w.message)]
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_autoresume_in_mid_epoch_changes_nothing(whole, quick_recipe, fit, tmp_path, workers):
     changes = ["checkpoints.autoresume=true", f"data.workers={workers}", f"evals.val.workers={workers}"]
