@@ -142,8 +142,11 @@ class Trial(pickle._Unpickler):
     """Reads a pickle as the other one does, but with dicts and `Inert` in the place of all that it names."""
 
     def find_class(self, module: str, name: str) -> Any:
-        # PyTorch lets quantised tensors, whose types alone begin with a Q, be larger than their storage.
-        if (module == "torch._utils" and name not in DENSE) or (module == "torch" and name[:1] in "qQ"):
+        module, _, name = f"{module}.{name}".rpartition(".")  # PyTorch looks up both as one, divided at any dot
+        # PyTorch lets quantised tensors, whose types alone begin with a Q, be larger than their storage. A function of
+        # torch._tensor sets the state of whatever it is told to make, such as a dtype of NumPy.
+        refused = name not in DENSE if module == "torch._utils" else module == "torch" and name[:1] in "qQ"
+        if refused or module == "torch._tensor":
             raise pickle.UnpicklingError(f"it names {module}.{name}")
         if (module, name) in (("collections", "OrderedDict"), ("collections", "Counter")):
             return Dict

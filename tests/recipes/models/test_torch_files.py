@@ -185,6 +185,11 @@ STRUCTURED = (  # np.dtype("u4", False, True) with a field that lies 16 bytes be
     b"(K\x03" + text("<") + b"N(" + text("a") + b"t}" + text("a") + b"(" + b"cnumpy\ndtype\n" + text("u4")
     + b"\x89\x88\x87RK\x10tsJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
 )  # fmt: skip
+DTYPE, _, STATE = STRUCTURED.partition(b"\x89\x88\x87R(")
+SET_BY_PYTORCH = (  # the same by a function of PyTorch, which takes what makes the dtype, its type, and its state
+    b"ctorch._tensor\n_rebuild_from_type_v2\n(cnumpy\ndtype\ncnumpy.dtypes\nUInt32DType\n"
+    + text("u4") + b"\x89\x88\x87(" + STATE.removesuffix(b"b") + b"tR"
+)  # fmt: skip
 ARRAY = (
     f"c{np.empty(0).__reduce__()[0].__module__}\n_reconstruct\n".encode()
     + b"cnumpy\nndarray\nK\x00\x85" + text("b") + b"\x87R"
@@ -204,8 +209,10 @@ VALUES = b"c_codecs\nencode\n" + text("\0" * 16) + text("latin1") + b"\x86R"
         (b"\x80\x02ctorch\nTensor\nK\x04\x85RK\x00K\x07s.", "it assigns into"),
         (b"\x80\x02cdatetime\ntimedelta\nN}" + text("min") + b"K\x00s\x86b.", "it changes a type"),
         (b"\x80\x02ctorch._utils\n_rebuild_sparse_tensor\n.", "it names torch._utils._rebuild_sparse_tensor"),
+        (b"\x80\x02ctorch\n_utils._rebuild_sparse_tensor\n.", "it names torch._utils._rebuild_sparse_tensor"),
+        (b"\x80\x02" + SET_BY_PYTORCH + b".", "it names torch._tensor._rebuild_from_type_v2"),
     ],
-    ids=["dtype", "array", "tensor", "type", "sparse"],
+    ids=["dtype", "array", "tensor", "type", "sparse", "divided name", "dtype by PyTorch"],
 )
 def test_pickles_that_reach_further_than_their_values(data, message, tmp_path):
     path = tmp_path / "w.pt"
