@@ -2,6 +2,7 @@
 
 import json
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -213,3 +214,22 @@ def test_a_clip_folder_runs_no_code_and_fetches_nothing(tmp_path, part, change, 
         with pytest.raises(ValueError, match=message):
             read(tmp_path)
     assert not ran.exists()
+
+
+@pytest.fixture
+def clip_text_folder(tmp_path):
+    folder = tmp_path / "clip_text"
+    folder.mkdir()
+    of_clip_text(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["attn_implementation", "_attn_implementation", "_attn_implementation_internal"])
+def test_a_config_names_no_code_of_the_hub(clip_text_folder, monkeypatch, name):
+    """The library `kernels`, where it is installed, fetches such a repository and runs it."""
+    run = Mock(side_effect=AssertionError)
+    monkeypatch.setattr("transformers.modeling_utils.load_and_register_kernel", run)
+    config = json.loads((clip_text_folder / "config.json").read_text())
+    (clip_text_folder / "config.json").write_text(json.dumps(config | {name: "sender/code"}))
+    assert hf_clip_text(path=str(clip_text_folder)).module.config._attn_implementation == "sdpa"
+    run.assert_not_called()

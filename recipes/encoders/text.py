@@ -182,6 +182,7 @@ def hf_clip_text(
                 subfolder=subfolder or "",
                 use_safetensors=True,
                 dtype=torch.float32,
+                attn_implementation="sdpa",  # else a config may name a repository of the hub, whose code would run
                 key_mapping={r"^(embeddings|encoder|final_layer_norm)\.": r"text_model.\1."},  # names of version 5
                 output_loading_info=True,
                 **source,
