@@ -224,6 +224,23 @@ def clip_text_folder(tmp_path):
     return folder
 
 
+@pytest.mark.parametrize("options", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_a_tokenizer_is_read_from_its_own_folder(clip_text_folder, tmp_path, options):
+    """transformers reads whatever file its options name, and an export would hold what is in it."""
+    hf_clip_text(path=str(clip_text_folder))
+    (tmp_path / "credentials").write_text("#\nkey hunter2\n")
+    (clip_text_folder / options).write_text(json.dumps({"merges_file": str(tmp_path / "credentials")}))
+    with pytest.raises(ValueError, match=f"{options}: merges_file names a file, which is read from the folder alone"):
+        hf_clip_text(path=str(clip_text_folder))
+    of_contrastive(tmp_path)
+    config = json.loads((tmp_path / CONFIG).read_text())
+    config["model_cfg"]["text_cfg"]["hf_tokenizer_name"] = "x"
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    (tmp_path / options).write_text(json.dumps({"vocab_file": str(tmp_path / "credentials")}))
+    with pytest.raises(ValueError, match=f"{options}: vocab_file names a file"):
+        open_clip_tokenizer(f"local-dir:{tmp_path}")
+
+
 @pytest.mark.parametrize("name", ["attn_implementation", "_attn_implementation", "_attn_implementation_internal"])
 def test_a_config_names_no_code_of_the_hub(clip_text_folder, monkeypatch, name):
     """The library `kernels`, where it is installed, fetches such a repository and runs it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
 # Options of a folder's tokenizer. Of the others, trust_remote_code runs Python files of the folder, bpe_path reads any
 # file, and additional_special_tokens becomes part of a regular expression.
 TOKENIZER_OPTIONS = ("clean", "language", "reduction_mask", "strip_sep_token")
+# Where a tokenizer of transformers has its options, among which may be the paths of its files.
+WORDS_OPTIONS = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 def load_open_clip(model: str, pretrained: str | None, key: str) -> nn.Module:
@@ -72,10 +75,30 @@ def open_clip_tokenizer(model: str) -> Any:
     _check_config(file)
     # Without this option transformers would ask at the terminal whether to run a Python file of the folder.
     of_transformers = read_object(file)["model_cfg"]["text_cfg"].get("hf_tokenizer_name")
+    for options in (file.with_name(name) for name in WORDS_OPTIONS if of_transformers):
+        if options.is_file():
+            check_words(options, ("vocab_file", "merges_file", "tokenizer_file"))
     try:
         return bound(open_clip.get_tokenizer(model, **({"trust_remote_code": False} if of_transformers else {})))
     except Exception as error:  # open_clip and transformers raise nearly anything for options of other types
         raise cannot_load(str(file), "its tokenizer", error) from error
+
+
+def check_words(file: Path, names: Iterable[str]) -> None:
+    """Whether transformers takes a tokenizer from its own folder. It would read whatever file the options name, and an
+    export would hold what is in it.
+
+    Args:
+        file: options of the tokenizer.
+        names: of options that stand for files.
+
+    Raises:
+        ValueError: it takes it from elsewhere.
+    """
+    options = read_object(file)
+    for name in names:
+        if options.get(name) is not None:
+            raise ValueError(f"{file}: {name} names a file, which is read from the folder alone; remove this line")
 
 
 def check_names(model: str, pretrained: str | None, key: str) -> None:

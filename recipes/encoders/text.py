@@ -16,8 +16,10 @@ from data.tokenizers.clip_words import bound
 from recipes.encoders.base import ModelPath, TextEncoder, cannot_load
 from recipes.encoders.open_clip_models import (
     LOCAL_PREFIX,
+    WORDS_OPTIONS,
     check_names,
     check_vocabulary,
+    check_words,
     load_open_clip,
     open_clip_tokenizer,
     vocabulary_size,
@@ -219,6 +221,7 @@ def _tokenizer(root: str, words: str, source: dict[str, Any]) -> Any:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
     from transformers import CLIPTokenizer, CLIPTokenizerFast
+    from transformers.utils import cached_file
 
     if source["local_files_only"]:
         found = Path(root, words, VOCABULARY).is_file()
@@ -231,6 +234,10 @@ def _tokenizer(root: str, words: str, source: dict[str, Any]) -> Any:
             hf_hub_download(filename=TOKENIZER, **where)
             found = False
     kind = CLIPTokenizer if found else CLIPTokenizerFast
+    for name in WORDS_OPTIONS:
+        file = cached_file(root, name, subfolder=words, _raise_exceptions_for_missing_entries=False, **source)
+        if file is not None:
+            check_words(Path(file), kind.vocab_files_names)
     return bound(kind.from_pretrained(root, subfolder=words, **source))
 
 
