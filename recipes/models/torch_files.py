@@ -2,12 +2,14 @@
 
 PyTorch before 2.10 believes a file that claims a larger storage than it holds, and assigns into whatever is on the
 pickle's stack: such a file reads and writes memory of the process, and can so run code. NumPy believes a dtype whose
-fields lie outside of its values. Inside of `checked` PyTorch refuses all of these.
+fields lie outside of its values. A pickle of a few hundred bytes may stand for more values than any memory holds.
+Inside of `checked` PyTorch refuses all of these.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import os
 import pickle
 import zipfile
@@ -23,6 +25,10 @@ from data.system.memory import memory_to_read
 
 # The functions that build the tensors of state dicts: dense ones in memory, also of dtypes such as float8 and uint16.
 DENSE = {f"_rebuild_{kind}" for kind in ("tensor", "tensor_v2", "tensor_v3", "parameter", "parameter_with_state")}
+
+# The operations of pickles that PyTorch reads.
+OPERATIONS = {value[0] for value in vars(_weights_only_unpickler).values() if isinstance(value, bytes) and value}
+MAX_VALUES = 10_000_000  # of a file, besides the numbers in tensors; 8 letters count as one
 
 
 def load(file: str | Path | BinaryIO, allowed: Iterable[Any] = (), *, lazily: bool = False) -> Any:
@@ -139,7 +145,22 @@ class Unpickler(_weights_only_unpickler.Unpickler):
 
 
 class Trial(pickle._Unpickler):
-    """Reads a pickle as the other one does, but with dicts and `Inert` in the place of all that it names."""
+    """Reads a pickle as the other one does, but with `Inert` in the place of dicts and of all that it names."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file)
+        self._values = 0.0
+
+    def load(self) -> None:
+        """
+        Raises:
+            pickle.UnpicklingError: the pickle is not to be read.
+        """
+        found = super().load()
+        self._count([found, self.stack, self.metastack])  # what is left over takes memory, too
+
+    def load_global(self) -> None:
+        self.append(self.find_class(*_weights_only_unpickler._read_global_instruction(self.readline)))
 
     def find_class(self, module: str, name: str) -> Any:
         module, _, name = f"{module}.{name}".rpartition(".")  # PyTorch looks up both as one, divided at any dot
@@ -148,39 +169,94 @@ class Trial(pickle._Unpickler):
         refused = name not in DENSE if module == "torch._utils" else module == "torch" and name[:1] in "qQ"
         if refused or module == "torch._tensor":
             raise pickle.UnpicklingError(f"it names {module}.{name}")
-        if (module, name) in (("collections", "OrderedDict"), ("collections", "Counter")):
-            return Dict
-        return Dtype if (module, name) == ("numpy", "dtype") else Inert
+        return STAND_INS.get((module, name), Inert)
 
     def persistent_load(self, pid: Any) -> Any:
         return Inert()
+
+    def load_empty_dictionary(self) -> None:
+        self.append(Dict())
+
+    def load_reduce(self) -> None:
+        self._count(self.stack[-1])  # before it is called, as it may go through what it is given
+        super().load_reduce()
 
     def load_build(self) -> None:
         if isinstance(self.stack[-2], type):  # else one file could change the classes below for the next
             raise pickle.UnpicklingError("it changes a type")
         super().load_build()
 
-    dispatch = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
+    def refuse(self) -> None:
+        raise pickle.UnpicklingError("it holds an operation that torch.save does not write")
 
+    dispatch = {
+        **dict.fromkeys(range(256), refuse),  # some take memory for what they claim, or hash what is in them
+        **{code: load for code, load in pickle._Unpickler.dispatch.items() if code in OPERATIONS},
+        pickle.BUILD[0]: load_build,
+        pickle.EMPTY_DICT[0]: load_empty_dictionary,
+        pickle.GLOBAL[0]: load_global,
+        pickle.REDUCE[0]: load_reduce,
+    }
 
-class Dict(dict):
-    """In the place of a dict of another type."""
+    def _count(self, value: Any) -> None:
+        """Count the values that a value stands for. Parts of it may be in many places, so that a file of a few hundred
+        bytes could take all time and memory of whoever goes through it.
+
+        Raises:
+            pickle.UnpicklingError: they are more than `MAX_VALUES`.
+        """
+        sizes: dict[int, float] = {}
+
+        def size(value: Any) -> float:
+            if isinstance(value, str | bytes):
+                return 1 + len(value) // 8
+            if not isinstance(value, list | tuple | Inert):
+                return 1
+            if id(value) not in sizes:
+                sizes[id(value)] = math.inf  # while its own parts are counted
+                sizes[id(value)] = 1 + sum(map(size, value.parts if isinstance(value, Inert) else value))
+            return sizes[id(value)]
+
+        self._values += size(value)
+        if self._values > MAX_VALUES:
+            raise pickle.UnpicklingError(f"it stands for more than {MAX_VALUES:,} values")
 
 
 class Inert:
-    """In the place of a type, of what it constructs, or of a function."""
+    """In the place of a type, of what it constructs, or of a function.
+
+    Attributes:
+        parts: what it was given.
+    """
 
     def __new__(cls, *args: Any) -> Inert:
-        return super().__new__(cls)
+        found = super().__new__(cls)
+        found.parts = list(args)
+        return found
 
     def __init__(self, *args: Any) -> None:
-        """Takes everything, and keeps nothing."""
+        """Takes everything."""
 
     def __setstate__(self, state: Any) -> None:
-        """As `__init__`."""
+        self.parts.append(state)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         raise pickle.UnpicklingError("it assigns into a tensor or an array")
+
+
+class Dict(Inert):
+    """In the place of a dict of any type. Keys are not hashed, which may take as long as to go through them."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.parts += (key, value)
+
+
+class Bytes(Inert):
+    """In the place of what makes bytes of a text, or of bytes. Given a number, it would make as many of zeros."""
+
+    def __init__(self, text: str | Bytes = "", encoding: str = "latin1") -> None:
+        if not isinstance(text, str | Bytes) or encoding not in ("latin1", "latin-1"):
+            raise pickle.UnpicklingError("it makes bytes in another way than torch.save")
 
 
 class Dtype(Inert):
@@ -190,3 +266,12 @@ class Dtype(Inert):
         version, order, subtype, names, fields, *rest = state
         if (subtype, names, fields) != (None, None, None):
             raise pickle.UnpicklingError("it holds a structured dtype of NumPy")
+
+
+STAND_INS = {
+    ("_codecs", "encode"): Bytes,
+    ("builtins", "bytearray"): Bytes,
+    ("collections", "Counter"): Dict,
+    ("collections", "OrderedDict"): Dict,
+    ("numpy", "dtype"): Dtype,
+}

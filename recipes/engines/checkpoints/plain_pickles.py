@@ -201,7 +201,14 @@ class MetadataUnpickler(pickle._Unpickler):
             raise pickle.UnpicklingError(f"it changes a {type(changed).__name__}")
         super().load_build()
 
-    dispatch = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
+    def load_bytearray8(self) -> None:
+        raise pickle.UnpicklingError("it holds a bytearray")  # for which memory is taken before its bytes are read
+
+    dispatch = {
+        **pickle._Unpickler.dispatch,
+        pickle.BUILD[0]: load_build,
+        pickle.BYTEARRAY8[0]: load_bytearray8,
+    }
 
 
 def plain_metadata(path: Path) -> metadata_format.Metadata:

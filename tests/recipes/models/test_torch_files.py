@@ -222,6 +222,45 @@ def test_pickles_that_reach_further_than_their_values(data, message, tmp_path):
     assert load_plain(io.BytesIO(with_pickle(b"\x80\x02" + PLAIN + b"."))) == np.uint32
 
 
+def repeated(times: int) -> bytes:
+    """A pickle of lists in lists, each twice in the next one."""
+    twice = (b"](h%ch%ce" % (n, n) + b"q%c" % (n + 1) for n in range(times))
+    return b"\x80\x02(]q\x00" + b"".join(twice) + b"t."
+
+
+def bytes_of(value: bytes, encoding: str) -> bytes:
+    return b"c_codecs\nencode\n" + value + text(encoding) + b"\x86R"
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (repeated(60), "it stands for more than 10,000,000 values"),
+        (b"\x80\x02]q\x00h\x00a.", "it stands for more than 10,000,000 values"),
+        (b"\x80\x02" + 200 * (b"cbuiltins\nset\n" + text("a" * 2**20) + b"\x85R") + b"N.", "it stands for more than"),
+        (b"\x80\x02c__builtin__\nbytearray\nJ\xff\xff\xff\x00\x85R.", "it makes bytes in another way"),
+        (b"\x80\x02" + bytes_of(bytes_of(text("a" * 2**20), "latin1"), "hex") + b".", "it makes bytes in another"),
+        (b"\x80\x02\x96\xff\xff\xff\x00\0\0\0\0.", "it holds an operation that torch.save does not write"),
+    ],
+    ids=["lists", "itself", "left over", "bytearray", "hex", "operation"],
+)
+def test_small_pickles_that_stand_for_much(data, message, tmp_path):
+    path = tmp_path / "w.pt"
+    path.write_bytes(with_pickle(data))
+    with pytest.raises(ValueError, match=message):
+        load_plain(path)
+
+
+def test_what_checkpoints_hold_is_read(tmp_path):
+    value = {"a": [(1, 2.5, None), b"bytes", bytearray(b"\xff"), {"t"}], "state": torch.nn.Linear(2, 2).state_dict()}
+    shared = (0.9, 0.999)
+    value |= {"groups": [{"betas": shared}, {"betas": shared}], "keys": np.arange(4, dtype=np.uint32)}
+    torch.save(value, tmp_path / "w.pt")
+    found = load_plain(tmp_path / "w.pt")
+    assert (found["a"], found["groups"]) == (value["a"], value["groups"]) and (found["keys"] == value["keys"]).all()
+    assert found["state"]._metadata == value["state"]._metadata
+
+
 def test_records_are_not_decompressed(tmp_path):
     path = tmp_path / "w.pt"
     path.write_bytes(zipped(records({"w": torch.zeros(100_000)}), zipfile.ZIP_DEFLATED))
@@ -301,6 +340,18 @@ def test_metadata_takes_no_memory_for_an_index_that_it_claims(tmp_path):
     tracemalloc.start()
     try:
         with pytest.raises(ValueError, match="it holds a NoneType"):
+            plain_metadata(path)
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_metadata_takes_no_memory_for_bytes_that_it_claims(tmp_path):
+    path = tmp_path / ".metadata"
+    path.write_bytes(b"\x80\x05\x96" + (1 << 24).to_bytes(8, "little") + b".")
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="it holds a bytearray"):
             plain_metadata(path)
         assert tracemalloc.get_traced_memory()[1] < 10_000_000
     finally:
