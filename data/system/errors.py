@@ -1,5 +1,10 @@
 """Errors of libraries and of worker processes, in the words of one line."""
 
+import re
+
+# Characters that a terminal obeys, but for tabs and ends of lines, and those that turn the direction of a text.
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
 
 class WorkersError(Exception):
     """An error that worker processes of a loader raise, and that is one line for the user."""
@@ -24,3 +29,9 @@ def one_line(error: BaseException) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, or its type where there is no text, in at most 200 characters."""
     return (str(error) or type(error).__name__).split("\n")[0][:200]
+
+
+def visible(text: str) -> str:
+    """A text for a terminal, with escapes in the place of `CONTROLS`. What comes from a file of somebody else could
+    clear the screen, and say that all is well."""
+    return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

@@ -8,12 +8,17 @@ import sys
 from contextlib import suppress
 from typing import TextIO
 
+from data.system.errors import visible
+
 
 class _StandardOutput(logging.StreamHandler):
     """Writes to whatever `sys.stdout` is at the time, and leaves nothing in a buffer."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
 
     @property
     def stream(self) -> TextIO:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from data.system.disk_errors import disk_error, disk_line
-from data.system.errors import Outage
+from data.system.errors import Outage, visible
 from recipes.config.entry_points import all_components, packages
 from recipes.config.recipe import load_config, to_yaml
 from recipes.config.schema import Parameter, read_section, readable_keys, subsections
@@ -77,13 +77,13 @@ def read_command_line(arguments: list[str], cls: type, usage: str | None) -> Com
 def print_once(text: str) -> None:
     """Print a text on the first rank: launchers start every rank with the same command line."""
     if (os.environ.get("RANK") or "0") == "0":
-        print(text)
+        print(visible(text))
 
 
 def fail(lines: list[str], status: int = 2) -> None:
     """Print one line per error to standard error, and exit with a status."""
     for line in lines:
-        print(f"error: {line}", file=sys.stderr)
+        print(f"error: {visible(line)}", file=sys.stderr)
     sys.exit(status)
 
 
