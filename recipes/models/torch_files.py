@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 from torch import Tensor, _weights_only_unpickler
 
@@ -28,6 +29,7 @@ DENSE = {f"_rebuild_{kind}" for kind in ("tensor", "tensor_v2", "tensor_v3", "pa
 
 # The operations of pickles that PyTorch reads.
 OPERATIONS = {value[0] for value in vars(_weights_only_unpickler).values() if isinstance(value, bytes) and value}
+SPARE = 1 << 24  # bytes that repeated numbers, of which a file holds one, may have
 MAX_VALUES = 10_000_000  # of a file, besides the numbers in tensors; 8 letters count as one
 
 
@@ -51,7 +53,22 @@ def load(file: str | Path | BinaryIO, allowed: Iterable[Any] = (), *, lazily: bo
         start, name, size = file.tell(), getattr(file, "name", "a value"), file.seek(0, os.SEEK_END)
         file.seek(start)
     with memory_to_read(name, size), checked(), torch.serialization.safe_globals(list(allowed)):
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=lazily or None)
+        found = torch.load(file, map_location="cpu", weights_only=True, mmap=lazily or None)
+    if _bytes(found) > 2 * size + SPARE:  # tensors may share memory, as those that are tied do
+        raise ValueError("its tensors are larger than the file")
+    return found
+
+
+def _bytes(value: Any) -> int:
+    """Of all tensors and arrays in a value, if each had memory of its own."""
+    total, left = 0, [value]
+    while left:
+        part = left.pop()
+        if isinstance(part, Tensor | np.ndarray):
+            total += part.nbytes
+        elif isinstance(part, dict | list | tuple):
+            left.extend(part.values() if isinstance(part, dict) else part)
+    return total
 
 
 @contextmanager

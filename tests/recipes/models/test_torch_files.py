@@ -251,6 +251,17 @@ def test_small_pickles_that_stand_for_much(data, message, tmp_path):
         load_plain(path)
 
 
+@pytest.mark.parametrize("value", [torch.zeros(1).expand(2**30), torch.zeros(2**16).expand(2**10, -1)])
+@pytest.mark.parametrize("lazily", [False, True])
+def test_numbers_of_a_checkpoint_that_repeat(value, lazily, tmp_path):
+    """A resume copies them to memory of their own."""
+    torch.save({"optimizer": {"state": [(value,)]}}, tmp_path / "w.pt")
+    with pytest.raises(ValueError, match="its tensors are larger than the file"):
+        load_plain(tmp_path / "w.pt", lazily=lazily)
+    torch.save({"w": torch.zeros(1).expand(2**20)}, tmp_path / "w.pt")
+    assert load_plain(tmp_path / "w.pt", lazily=lazily)["w"].shape == (2**20,)
+
+
 def test_what_checkpoints_hold_is_read(tmp_path):
     value = {"a": [(1, 2.5, None), b"bytes", bytearray(b"\xff"), {"t"}], "state": torch.nn.Linear(2, 2).state_dict()}
     shared = (0.9, 0.999)
