@@ -51,11 +51,24 @@ def restore_generators(states: list[dict[str, Any]]) -> None:
     if rank() >= len(states):
         return
     state = with_arrays(states[rank()])
+    check_position(state)
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def check_position(state: dict[str, Any]) -> None:
+    """Whether NumPy's generator can have a state of a checkpoint: it does not ask, and reads what lies behind its
+    numbers.
+
+    Raises:
+        ValueError: its position is not in them.
+    """
+    position = state["numpy"][2]
+    if not 0 <= position <= len(state["numpy"][1]):
+        raise ValueError(f"generators: the checkpoint is damaged: NumPy's is at {position} of its numbers")
 
 
 def with_tensors(state: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from composer import Callback, Logger, State
 from composer.utils import dist, reproducibility
 
 from recipes.engines.checkpoints.lazy import copied
+from recipes.engines.generators import check_position
 from recipes.training.ranks import rank, world_size
 
 
@@ -31,6 +32,8 @@ class Generators(Callback):
         saved = state["generators"][rank()] if rank() < len(state["generators"]) else None
         # Where a sharded checkpoint has no state of this rank, there is an empty form; see `LoadPlanner`.
         self.saved = copied(saved) if saved is not None and isinstance(saved["numpy"][1], np.ndarray) else None
+        if self.saved is not None:
+            check_position(self.saved)
 
     def after_dataloader(self, state: State, logger: Logger) -> None:
         if self.saved is not None:

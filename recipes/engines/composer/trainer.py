@@ -42,6 +42,7 @@ from recipes.engines.composer.model import ComposerTask
 from recipes.engines.composer.run import ComposerRun, clock_of
 from recipes.engines.counts import Counts, in_present_batches
 from recipes.engines.data_parallel import data_parallel
+from recipes.engines.generators import check_position
 from recipes.engines.logs.loggers import RunLoggers
 from recipes.engines.parts import Parts, Place, build_parts
 from recipes.engines.record import keep_record
@@ -261,6 +262,8 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts, optimizer: torch.opt
         seed=recipe.seed,
         dist_timeout=600.0,
     )
+    for generators in (trainer._rng_state or [])[dist.get_global_rank() :][:1]:
+        check_position(generators)
     for optimizer in trainer.state.optimizers:
         copy_moments(optimizer)
     if parts.divided and recipe.training.fsdp is not None:

@@ -259,6 +259,19 @@ def test_a_checkpoint_with_a_scaler_that_scales_nothing(whole, quick_recipe, tmp
     assert not [w for w in caught if "not in the state_dict" in str(w.message)]
 
 
+@pytest.mark.parametrize("place", ["rng", "callbacks"])
+def test_a_generator_that_would_read_behind_its_numbers_is_refused(whole, quick_recipe, tmp_path, place):
+    """NumPy takes any position, and the process ended without a message."""
+    output, _ = whole
+    state = torch.load(next((output / "checkpoints").glob("*ba5-rank0.pt")), weights_only=False)
+    states = state["rng"] if place == "rng" else state["state"]["callbacks"]["Generators"]["generators"]
+    states[0]["numpy"] = (*states[0]["numpy"][:2], 10**9, *states[0]["numpy"][3:])
+    torch.save(state, tmp_path / "sent.pt")
+    load = f"checkpoints={{load_path: {tmp_path / 'sent.pt'}, autoresume: false}}"
+    with pytest.raises(ValueError, match="the checkpoint is damaged: NumPy's is at 1000000000"):
+        build_trainer(quick_recipe(tmp_path / "run", load))
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_autoresume_in_mid_epoch_changes_nothing(whole, quick_recipe, fit, tmp_path, workers):
     changes = ["checkpoints.autoresume=true", f"data.workers={workers}", f"evals.val.workers={workers}"]

@@ -353,6 +353,16 @@ def test_generators_go_on_where_they_were(monkeypatch, capsys, rank, world, expe
     assert (said in capsys.readouterr().out) == (world != 2)
 
 
+@pytest.mark.parametrize("position", [-1, 625, 10**9])
+def test_a_generator_that_would_read_behind_its_numbers_is_refused(position):
+    (state,) = generator_states()
+    before = np.random.get_state()[2]
+    state["numpy"] = (*state["numpy"][:2], position, *state["numpy"][3:])
+    with pytest.raises(ValueError, match=f"NumPy's is at {position} of its numbers"):
+        restore_generators([state])
+    assert np.random.get_state()[2] == before
+
+
 def test_a_lever_gets_the_state_that_it_gave_from_composer_too():
     class Keeper(Counter):
         def load_state_dict(self, state):
