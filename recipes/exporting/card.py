@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def model_card(export: Path, layout: str, out: str, guidance: float | None) -> s
     metadata = ["library_name: diffusers"] if layout == "diffusers" else []
     metadata += ["pipeline_tag: text-to-image"] if guidance is not None else []
     lines = ["---", *metadata, "---", ""] if metadata else []
-    lines += [f"# {record['run_name']}", ""]
+    lines += [f"# {_cell(record['run_name'])}", ""]
     named = layout if guidance is not None else next((n for n, file in OWN.items() if (export / file).is_file()), None)
     if named is not None:
         snippet = SNIPPETS[named].format(folder=out, guidance=guidance or 0.0)
@@ -88,4 +89,5 @@ def _of_manifest(manifest: Manifest) -> dict[str, Any]:
 
 
 def _cell(value: Any) -> str:
-    return " ".join(str(value).split()).replace("|", "\\|")
+    """A value in one line, without HTML: the export may be somebody else's."""
+    return " ".join(escape(str(value), quote=False).split()).replace("|", "\\|")

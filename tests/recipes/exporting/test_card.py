@@ -1,0 +1,16 @@
+"""The model card of an export."""
+
+import json
+
+from recipes.exporting.card import model_card
+
+
+def test_names_of_an_export_are_text(tmp_path):
+    """A card is published: an export of somebody else must not put headings, code or HTML into it."""
+    name = "nice\n\n# Official\n<img src=x onerror=alert(1)> | b"
+    record = {"run_name": name, "batches": 1, "samples": 2, "denoiser": "<script>"}
+    (tmp_path / "export.json").write_text(json.dumps(record))
+    card = model_card(tmp_path, "native", "out", None)
+    shown = r"nice # Official &lt;img src=x onerror=alert(1)&gt; \| b"
+    assert card.startswith(f"# {shown}\n\n| | |\n") and f"| Run | {shown} |\n" in card
+    assert "<" not in card and "| Denoiser | &lt;script&gt; |\n" in card
