@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from data.loading import Placement
-from data.sources.base import DecodedSample, Rejected, Sample, Source
+from data.sources.base import DecodedSample, Rejected, Sample, Source, samples_of, shards_of
 from data.sources.filters import Filter
 from data.system.disk_errors import disk_error, disk_line
 from data.system.errors import Outage, WorkersError, one_line
@@ -79,7 +79,7 @@ class ImageStream(IterableDataset):
 
             self.tokenizer = bound(open_clip.SimpleTokenizer(context_length=self.tokens))
         label = "train" if self.placement.training else "val"
-        self.deaths = PictureDeaths(self.placement.output, label, self.source.shards())
+        self.deaths = PictureDeaths(self.placement.output, label, shards_of(self.source))
         self.batches = 0  # taken by the training process
         self.places = [(0, 0)] * max(1, workers)  # of each worker, after the last batch that was taken from it
 
@@ -197,7 +197,7 @@ class ImageStream(IterableDataset):
 
     def _read(self, turn: int, part: tuple[int, int]) -> Iterator[tuple[str, int, Sample | Rejected]]:
         """(shard, number in it, sample) of this part's samples in stored order, shard after shard."""
-        shards = list(self.source.shards())
+        shards = shards_of(self.source)
         if self.placement.training:
             np.random.default_rng([self.placement.seed, turn]).shuffle(shards)  # the same on every rank
         mine, of = part
@@ -209,7 +209,7 @@ class ImageStream(IterableDataset):
     def _read_shard(self, shard: str) -> Iterator[tuple[str, int, Sample | Rejected]]:
         self.deaths.mark(shard, 0)
         try:
-            for number, sample in enumerate(self.source.read(shard)):
+            for number, sample in enumerate(samples_of(self.source, shard)):
                 yield shard, number, sample
                 self.deaths.mark(shard, number + 1)
         except (OSError, ValueError) as error:

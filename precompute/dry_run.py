@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from data.sources.base import shards_of
 from data.system.files import read_if_object
 from data.system.ranks import Rank
 from precompute.config import EncodeConfig, VocabularyConfig, source_options
@@ -125,7 +126,7 @@ def _source_lines(
     lines = []
     for label, component in config.sources.items():
         try:
-            shards = build(component).shards()
+            shards = shards_of(build(component))
             source_options(component)  # for its errors
         except FileNotFoundError as error:
             lines.append(f"{label}: the source cannot be read yet: {error}")

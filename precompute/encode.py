@@ -26,6 +26,7 @@ def main(arguments: list[str]) -> None:
     config: EncodeConfig = command.config
     set_default_threads(spare=max(1, config.workers))
     with user_errors():
+        from data.sources.base import shards_of
         from data.system.ranks import Rank
         from precompute.output.output_set import output_of
         from recipes.config.build import build
@@ -38,7 +39,7 @@ def main(arguments: list[str]) -> None:
             print_once(encode_report(config, command.missing, rank))
             return
         sources = build(config.sources)
-        sets = {label: output_of(config, label, source.shards()) for label, source in sources.items()}
+        sets = {label: output_of(config, label, shards_of(source)) for label, source in sources.items()}
         request = config.request()
         # As in `precompute.encoding.job.run`: what a rank's share lacks, this rank does, whatever others have found.
         share = rank.share([(label, shard) for label, output in sets.items() for shard in output.shards])

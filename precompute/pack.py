@@ -24,6 +24,7 @@ def main(arguments: list[str]) -> None:
     command = read_command_line(arguments, PackConfig, __doc__)
     config: PackConfig = command.config
     with user_errors():
+        from data.sources.base import shards_of
         from data.system.ranks import Rank
         from precompute.output.output_set import OutputSet
         from recipes.config.build import build
@@ -37,7 +38,7 @@ def main(arguments: list[str]) -> None:
         from precompute.texts.packing import pack
 
         sources = build(config.sources)
-        sets = {label: OutputSet(f"{config.out}/{label}", source.shards()) for label, source in sources.items()}
+        sets = {label: OutputSet(f"{config.out}/{label}", shards_of(source)) for label, source in sources.items()}
         busy = f"out: another job writes into {config.out} ({{holder}}); wait for it, or give another `out`"
         try:
             with held(Path(config.out, f".lock-{rank.rank}"), busy):

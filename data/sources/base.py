@@ -5,13 +5,15 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 from PIL import Image
+
+from data.system.errors import WrongResult
 
 # Every reason for which a sample can be rejected. `rejected.jsonl` holds no other.
 REASONS = {
@@ -44,6 +46,8 @@ REASONS = {
 
 # Larger files are not read into memory. The largest photographs have a tenth of this.
 MAX_FILE_BYTES = 256 * 1024 * 1024
+
+MAX_ID_BYTES = 200  # of a shard, whose folder's name gets a suffix while it is written
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "jfif", "png", "webp", "gif", "bmp", "tif", "tiff", "avif")
 
@@ -89,7 +93,11 @@ class Rejected:
     detail: str = ""
 
     def __post_init__(self) -> None:
-        assert self.reason in REASONS, self.reason
+        if self.reason not in REASONS:
+            raise WrongResult(
+                f"the sample {self.key!r} is rejected as {self.reason!r}, which is none of the reasons in "
+                f"data/sources/base.py; give one of these, and what else there is to say as `detail`"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +145,70 @@ class Source(Protocol):
             OSError: of the disk or the network, which another start may not have (see `try_again`).
             ValueError: the id is unknown, or the file is not of the source's kind.
         """
+
+
+def shards_of(source: Source) -> list[str]:
+    """The ids of a source's shards.
+
+    Raises:
+        WrongResult: they are no list of different texts that can be names of folders. Two shards of one name, or one
+            outside the folder of the set, would be written over each other, or never be found again.
+    """
+    shards = source.shards()
+    what = f"{type(source).__name__}.shards() returns"
+    if not isinstance(shards, list | tuple):
+        raise WrongResult(f"{what} {brief(shards)}; return a list of the shards' ids")
+    for shard in shards:
+        whole = isinstance(shard, str) and shard not in ("", ".", "..") and not {"/", "\0"} & set(shard)
+        if not whole or len(shard.encode("utf-8", "surrogatepass")) > MAX_ID_BYTES:
+            raise WrongResult(
+                f"{what} the id {brief(shard)}; an id is the name of a folder: return texts without '/', of 1 to "
+                f"{MAX_ID_BYTES} bytes, such as data.sources.base.shard_id makes"
+            )
+    if len(set(shards)) < len(shards):
+        shard, count = Counter(shards).most_common(1)[0]
+        raise WrongResult(f"{what} the id {shard!r} {count} times; each shard needs an id of its own")
+    return list(shards)
+
+
+def samples_of(source: Source, shard: str) -> Iterator[Sample | Rejected]:
+    """The samples of a shard, see `Source.read`.
+
+    Raises:
+        WrongResult: what the source yields is no sample. Images of a type that is not read would all be rejected as
+            broken.
+    """
+    samples = source.read(shard)
+    if not isinstance(samples, Iterable):
+        raise WrongResult(f"{type(source).__name__}.read({shard!r}) returns {brief(samples)}; yield samples")
+    for number, sample in enumerate(samples):
+        if (problem := _wrong(sample)) is not None:
+            raise WrongResult(f"{type(source).__name__}.read({shard!r}) yields {problem}, as sample {number}")
+        yield sample
+
+
+def _wrong(sample: object) -> str | None:
+    if isinstance(sample, Rejected):
+        parts = {"key": (sample.key, str), "detail": (sample.detail, str)}
+    elif isinstance(sample, Sample):
+        parts = {
+            "key": (sample.key, str),
+            "image": (sample.image, (bytes, Image.Image)),
+            "caption": (sample.caption, str),
+        }
+    else:
+        return f"{brief(sample)} instead of a Sample or a Rejected"
+    for name, (value, kind) in parts.items():
+        if not isinstance(value, kind):
+            wanted = "bytes or an image of Pillow" if name == "image" else "a text"
+            return f"a {type(sample).__name__} whose {name} is {brief(value)} instead of {wanted}"
+    return None
+
+
+def brief(value: object) -> str:
+    """A wrong value in a few words."""
+    known = value is None or isinstance(value, bool | int | float | str)
+    return f"{value!r:.60}" if known else f"a value of type {type(value).__name__}"
 
 
 def rejected_line(shard: str, rejected: Rejected) -> str:

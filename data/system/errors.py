@@ -15,6 +15,11 @@ class WorkersError(Exception):
         return str(self).strip().splitlines()[-1].removeprefix(f"{type(self).__module__}.{type(self).__name__}: ")
 
 
+class WrongResult(WorkersError, ValueError):
+    """A component returns something else than its interface says. It ends a job, also where other errors of the same
+    place are noted and passed over."""
+
+
 class Outage(ValueError):
     """A store or a server does not answer, and later may. A command ends with status 1 by it, and not with 2: cluster
     jobs start again."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from data.sources.base import Rejected, Sample, Source
-from data.system.errors import Outage, one_line
+from data.sources.base import Rejected, Sample, Source, samples_of
+from data.system.errors import Outage, WrongResult, one_line
 from precompute.output.claims import begun_shards
 from precompute.output.output_set import UNREADABLE, OutputSet
 from precompute.output.problems import Problem
 
-BUGS = (AssertionError, AttributeError, NameError, TypeError)  # errors that end the job, and keep their traceback
+BUGS = (AssertionError, AttributeError, NameError, TypeError, WrongResult)  # errors that end the job
 
 
 class Unreadable(Exception):
@@ -33,7 +33,7 @@ def read_samples(source: Source, shard: str) -> Iterator[Sample | Rejected]:
         MemoryError: the shard may be whole, as those that would be given up after it.
     """
     try:
-        yield from source.read(shard)
+        yield from samples_of(source, shard)
     except BUGS:
         raise
     except MemoryError as error:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from data.score_files import FACTS, FOLDER, SUMMARY, ShardScores, read_facts, read_scores, score_file, write_scores
-from data.sources.base import DecodedSample, Sample, Source
+from data.sources.base import DecodedSample, Sample, Source, shards_of
 from data.sources.filters import Filter
 from data.system.files import atomic_write, write_json
 from data.system.log import every_rank
@@ -57,7 +57,7 @@ def score(config: EncodeConfig, model: str) -> bool:
     folders = {label: Path(config.out, label, FOLDER) for label in sources}
     for label, folder in folders.items():
         claim(folder, facts[label])
-    sets = {label: ScoreSet(folders[label], source.shards()) for label, source in sources.items()}
+    sets = {label: ScoreSet(folders[label], shards_of(source)) for label, source in sources.items()}
     shards = [(label, shard) for label, output in sets.items() for shard in output.shards]
     own = rank.share(shards)
     todo = [one for one in own if not score_file(folders[one[0]], one[1]).is_file()]

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from data.sources.base import Rejected, Source
+from data.sources.base import Rejected, Source, samples_of, shards_of
 from data.sources.filters import Filter
 from data.system.files import atomic_write, write_json
 from data.system.log import log
@@ -102,12 +102,12 @@ class Captions:
         self.rejected: Counter[str] = Counter()
 
     def __iter__(self) -> Iterator[str]:
-        shards = [(label, shard) for label, source in self.sources.items() for shard in source.shards()]
+        shards = [(label, shard) for label, source in self.sources.items() for shard in shards_of(source)]
         if self.limit is not None:
             random.Random(self.seed).shuffle(shards)
         logged = time.monotonic()
         for label, shard in shards:
-            for sample in self.sources[label].read(shard):
+            for sample in samples_of(self.sources[label], shard):
                 caption = sample if isinstance(sample, Rejected) else self.filter.caption(sample)
                 if isinstance(caption, Rejected):
                     self.rejected[caption.reason] += 1

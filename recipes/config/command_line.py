@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from data.system.disk_errors import disk_error, disk_line
-from data.system.errors import Outage, visible
+from data.system.errors import Outage, WrongResult, visible
 from recipes.config.entry_points import all_components, packages
 from recipes.config.recipe import load_config, to_yaml
 from recipes.config.schema import Parameter, read_section, readable_keys, subsections
@@ -121,6 +121,8 @@ def user_errors() -> Iterator[None]:
     except FileNotFoundError as error:
         of_system = error.filename is not None
         fail([f"{os.fspath(error.filename)}: there is no such file or folder" if of_system else str(error)])
+    except WrongResult as error:
+        fail([error.line])  # of worker processes, too
     except (ValueError, ConnectionError) as error:
         # Python's own kinds of them, such as UnicodeDecodeError, are bugs.
         own = type(error) in (ValueError, ConnectionError) or type(error).__module__.startswith(("data.", "recipes."))

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from data.image_grid import to_uint8
-from data.sources.base import DecodedSample, Sample, Source
+from data.sources.base import DecodedSample, Sample, Source, samples_of, shards_of
 from data.sources.filters import Filter
 from data.transforms import resize_and_crop
 
@@ -29,7 +29,8 @@ def read_pairs(source: Source, number: int | None, seed: int, side: int) -> tupl
         ValueError: the source has fewer usable images.
     """
     decoder = Filter()
-    found = [sample for shard in source.shards() for sample in source.read(shard) if isinstance(sample, Sample)]
+    samples = (sample for shard in shards_of(source) for sample in samples_of(source, shard))
+    found = [sample for sample in samples if isinstance(sample, Sample)]
     drawn = {}
     for i in np.random.default_rng(seed).permutation(len(found)).tolist():
         if len(drawn) == number:

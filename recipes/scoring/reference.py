@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageFilter
 
-from data.sources.base import DecodedSample, Rejected, Sample
+from data.sources.base import DecodedSample, Rejected, Sample, samples_of, shards_of
 from data.sources.filters import Filter
 from data.system.files import atomic_write
 from data.system.log import log
@@ -45,7 +45,7 @@ def read_reference(
     """
     found: list[Sample] = []
     left_out: Counter[str] = Counter()
-    for sample in (sample for shard in source.shards() for sample in source.read(shard)):
+    for sample in (sample for shard in shards_of(source) for sample in samples_of(source, shard)):
         if isinstance(sample, Rejected):
             left_out[sample.reason] += 1
         elif not sample.caption.strip():

@@ -6,8 +6,10 @@ import functools
 import io
 import json
 import pickle
+import re
 import sys
 import tarfile
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pyarrow as pa
@@ -17,12 +19,23 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 
-from data.sources.base import REASONS, Rejected, Sample, assemble, rejected_line, shard_id, shard_ids
+from data.sources.base import (
+    REASONS,
+    Rejected,
+    Sample,
+    assemble,
+    rejected_line,
+    samples_of,
+    shard_id,
+    shard_ids,
+    shards_of,
+)
 from data.sources.folder import FolderSource
 from data.sources.mds import MDSSource
 from data.sources.parquet import ParquetSource
 from data.sources.tars import TarSource
 from data.sources.texts import TextSource
+from data.system.errors import WrongResult
 from data.system.memory import MEMORY
 
 
@@ -394,8 +407,48 @@ def test_shard_ids_are_folder_names(name, identity):
 
 def test_reasons_are_documented():
     assert all(reason.isidentifier() and text for reason, text in REASONS.items())
-    with pytest.raises(AssertionError):
+    with pytest.raises(WrongResult, match="the sample 'a' is rejected as 'because', which is none of the reasons"):
         Rejected("a", "because")
+
+
+@pytest.mark.parametrize(
+    "found, message",
+    [
+        (None, "returns None; return a list"),
+        ((name for name in "ab"), "returns a value of type generator; return a list"),
+        ([0, 1], "returns the id 0; an id is the name of a folder"),
+        (["a", ""], "returns the id ''; an id is the name of a folder"),
+        (["a", "../b"], "returns the id '../b'; an id is the name of a folder"),
+        (["a", "b", "a"], "returns the id 'a' 2 times"),
+    ],
+)
+def test_ids_of_shards_are_different_names_of_folders(found, message):
+    source = SimpleNamespace(shards=lambda: found)
+    with pytest.raises(WrongResult, match=re.escape(f"SimpleNamespace.shards() {message}")):
+        shards_of(source)
+    assert shards_of(SimpleNamespace(shards=lambda: ("a", "b"))) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "sample, message",
+    [
+        (None, "None instead of a Sample or a Rejected, as sample 1"),
+        (("k", b"", "text"), "a value of type tuple instead of a Sample or a Rejected"),
+        (Sample(7, b"", "text"), "a Sample whose key is 7 instead of a text"),
+        (Sample("k", bytearray(), "text"), "a Sample whose image is a value of type bytearray instead of bytes"),
+        (Sample("k", b"", None), "a Sample whose caption is None instead of a text"),
+        (Rejected("k", "broken_image", OSError("x")), "a Rejected whose detail is a value of type OSError"),
+    ],
+)
+def test_what_a_source_yields_is_checked(sample, message):
+    """All images of another type were rejected as broken; what is no sample ended a job with a traceback."""
+    good = Sample("a", b"", "text")
+    samples = samples_of(SimpleNamespace(read=lambda shard: iter([good, sample])), "s0")
+    assert next(samples) == good
+    with pytest.raises(WrongResult, match=re.escape(f"SimpleNamespace.read('s0') yields {message}")):
+        next(samples)
+    with pytest.raises(WrongResult, match=re.escape("SimpleNamespace.read('s0') returns None; yield samples")):
+        next(samples_of(SimpleNamespace(read=lambda shard: None), "s0"))
 
 
 def test_shards_whose_hashes_begin_alike_have_ids_of_their_own():

@@ -4,15 +4,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from data.system.errors import Outage
+from data.sources.base import Rejected
+from data.system.errors import Outage, WrongResult
 from precompute.output.output_set import DONE, OutputSet
 from precompute.output.problems import Problem
 from precompute.output.unreadable import Unreadable, could_not_be_read, not_done, read_samples
 
+SAMPLE = Rejected("a", "missing_image")
+
 
 def source_with(error):
     def read(shard):
-        yield "a sample"
+        yield SAMPLE
         raise error
 
     return SimpleNamespace(read=read)
@@ -49,13 +52,13 @@ def test_a_shard_that_may_be_read_later_makes_an_outage(tmp_path, error, outage)
 )
 def test_errors_of_the_shard_and_of_the_program_are_told_apart(error, raised, said):
     samples = read_samples(source_with(error), "00")
-    assert next(samples) == "a sample"
+    assert next(samples) == SAMPLE
     with pytest.raises(raised, match=said):
         next(samples)
 
 
 def test_what_the_consumer_raises_is_no_error_of_the_shard():
-    samples = read_samples(SimpleNamespace(read=lambda shard: iter("ab")), "00")
+    samples = read_samples(SimpleNamespace(read=lambda shard: iter([SAMPLE, SAMPLE])), "00")
     with pytest.raises(ValueError, match="a full disk"):
         for _ in samples:
             raise ValueError("a full disk")
@@ -85,3 +88,9 @@ def test_the_first_three_are_listed():
         "and 2 more, in the folder unreadable"
     )
     assert str(could_not_be_read({"a": Problem("v")}, "")).endswith("try them again: a: v")
+
+
+def test_a_mistake_in_a_source_ends_the_job_at_the_first_shard():
+    """All shards were given up otherwise, one after the other."""
+    with pytest.raises(WrongResult, match="yields None instead of a Sample or a Rejected, as sample 0"):
+        list(read_samples(SimpleNamespace(read=lambda shard: [None]), "00"))

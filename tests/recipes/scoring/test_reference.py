@@ -27,10 +27,11 @@ class Source:
         self.samples = [Sample(str(i), picture(i), f" caption {i}\n") for i in range(count)]
 
     def shards(self):
-        return [0, 1]
+        return ["0", "1"]
 
     def read(self, shard):
-        return self.samples[len(self.samples) * 2 // 5 :] if shard else self.samples[: len(self.samples) * 2 // 5]
+        middle = len(self.samples) * 2 // 5
+        return self.samples[:middle] if shard == "0" else self.samples[middle:]
 
 
 def test_samples_and_captions_are_drawn_by_the_seed_without_replacement_in_stored_order():
