@@ -13,9 +13,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from data.loading import Placement
 from data.sources.base import DecodedSample, Rejected, Sample, Source, samples_of, shards_of
-from data.sources.filters import Filter
+from data.sources.filters import Filter, decoded
 from data.system.disk_errors import disk_error, disk_line
-from data.system.errors import Outage, WorkersError, one_line
+from data.system.errors import Outage, WorkersError, WrongResult, one_line
 from data.system.log import log
 from data.tokenizers.clip_words import bound
 from data.transforms import Crop, resize_and_crop, side_needed
@@ -224,7 +224,10 @@ class ImageStream(IterableDataset):
             return Rejected(sample.key, "kills_decoder", "two processes that decoded it died")
         self.deaths.mark(shard, number, sample.key)
         if isinstance(sample, Sample):
-            sample = self.filter.decode(sample, side_needed(self.resolution, self.crop))
+            try:
+                sample = decoded(self.filter, sample, side_needed(self.resolution, self.crop))
+            except WrongResult as error:
+                raise NotRead(error.line) from error
         if not isinstance(sample, DecodedSample):
             return sample
         return resize_and_crop(sample.image, self.resolution, self.crop, rng, sample.original_size), sample.caption

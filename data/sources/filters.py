@@ -7,8 +7,9 @@ import numpy as np
 from PIL import ExifTags, Image
 
 from data.sources import jpeg
-from data.sources.base import DecodedSample, Rejected, Sample
+from data.sources.base import DecodedSample, Rejected, Sample, brief
 from data.sources.captions import CaptionRules
+from data.system.errors import WrongResult
 
 # Formats that are read. Pillow knows more, but some of them start other programs on the data (EPS runs Ghostscript).
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
@@ -182,6 +183,39 @@ class Filter:
         if orientation in _UPRIGHT:
             pixels = np.ascontiguousarray(_UPRIGHT[orientation](pixels))
         return DecodedSample(sample.key, pixels, caption, (width, height))
+
+
+def decoded(filter: Filter, sample: Sample, shrink_to: int | None = None) -> DecodedSample | Rejected:
+    """What a filter makes of a sample, see `Filter.decode`.
+
+    Raises:
+        WrongResult: neither a sample that can be cropped nor a reason; such samples would be lost without a word, or
+            black.
+    """
+    found = filter.decode(sample, shrink_to)
+    if isinstance(found, Rejected):
+        return found
+    what = f"{type(filter).__name__}.decode() of the sample {sample.key!r} returns"
+    if not isinstance(found, DecodedSample):
+        raise WrongResult(f"{what} {brief(found)}; return a DecodedSample, or a Rejected with a reason")
+    image, size = found.image, found.original_size
+    if not (isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3):
+        given = f"{image.dtype} {image.shape}" if isinstance(image, np.ndarray) else brief(image)
+        raise WrongResult(f"{what} the image {given} instead of an array uint8 (height, width, 3)")
+    if not (isinstance(size, tuple) and len(size) == 2 and min(image.shape[:2]) and min(size) > 0):
+        raise WrongResult(f"{what} an image {image.shape} of the original size {size!r:.60}; give (width, height)")
+    if not isinstance(found.caption, str) or not isinstance(found.key, str):
+        raise WrongResult(f"{what} the key {brief(found.key)} and the caption {brief(found.caption)}; give texts")
+    return found
+
+
+def judged(filter: Filter, sample: Sample) -> str | Rejected:
+    """What a filter makes of a sample's caption, see `Filter.caption`. Raises as `decoded`."""
+    caption = filter.caption(sample)
+    if not isinstance(caption, str | Rejected):
+        what = f"{type(filter).__name__}.caption() of the sample {sample.key!r} returns"
+        raise WrongResult(f"{what} {brief(caption)}; return the text, or a Rejected with a reason")
+    return caption
 
 
 def to_rgb(image: Image.Image) -> Image.Image | None:

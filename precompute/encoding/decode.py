@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from data.crops import CROPS
-from data.sources.base import DecodedSample, InputShard, Position, Rejected, Sample, Source
+from data.sources.base import InputShard, Position, Rejected, Sample, Source
+from data.sources.filters import decoded
 from data.system.interrupts import interrupts_after_forks
 from data.transforms import crop_box, resize, side_needed
 from data.workers.deaths import Places, forget_alarms, keep_alarms, raise_alarm
@@ -126,11 +127,10 @@ class DecodedBatches(IterableDataset):
     def _put(self, batch: DecodedBatch, position: Position, sample: Sample | Rejected) -> None:
         wanted = self.preparation
         if not isinstance(sample, Rejected):
-            sample = wanted.filter.decode(sample, wanted.shrink_to)
+            sample = decoded(wanted.filter, sample, wanted.shrink_to)
         if isinstance(sample, Rejected):
             batch.rejected.append((position, sample))
             return
-        assert isinstance(sample, DecodedSample)
         width, height = sample.original_size
         largest = max(wanted.resolutions)
         if not wanted.upscale and min(width, height) < largest:

@@ -12,7 +12,7 @@ import numpy as np
 
 from data.score_files import FACTS, FOLDER, SUMMARY, ShardScores, read_facts, read_scores, score_file, write_scores
 from data.sources.base import DecodedSample, Sample, Source, shards_of
-from data.sources.filters import Filter
+from data.sources.filters import Filter, decoded
 from data.system.files import atomic_write, write_json
 from data.system.log import every_rank
 from data.system.ranks import Rank
@@ -131,7 +131,7 @@ def score_shard(
     side = max(scorer.size)
 
     def decode(sample: Sample) -> tuple[str, str, np.ndarray] | None:
-        found = decoder.decode(sample, shrink_to=side)
+        found = decoded(decoder, sample, side)
         if not isinstance(found, DecodedSample):
             return None
         return found.key, found.caption, resize_and_crop(found.image, side)

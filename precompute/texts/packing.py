@@ -15,6 +15,7 @@ import numpy as np
 
 from data.encoded.text_manifest import TextManifest
 from data.sources.base import Rejected, Source
+from data.sources.filters import judged
 from data.system.files import write_text
 from data.system.locks import HeldByAnother, held
 from data.system.log import every_rank, log
@@ -152,7 +153,7 @@ def _pack_shard(
     def texts() -> Iterator[str]:
         for sample in read_samples(source, shard):
             keep()
-            text = sample if isinstance(sample, Rejected) else judge.caption(sample)
+            text = sample if isinstance(sample, Rejected) else judged(judge, sample)
             if isinstance(text, Rejected):
                 folder.reject(text)
             else:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from data.sources.base import Rejected, Source, samples_of, shards_of
-from data.sources.filters import Filter
+from data.sources.filters import Filter, judged
 from data.system.files import atomic_write, write_json
 from data.system.log import log
 from data.tokenizers.bpe_training import train
@@ -108,7 +108,7 @@ class Captions:
         logged = time.monotonic()
         for label, shard in shards:
             for sample in samples_of(self.sources[label], shard):
-                caption = sample if isinstance(sample, Rejected) else self.filter.caption(sample)
+                caption = sample if isinstance(sample, Rejected) else judged(self.filter, sample)
                 if isinstance(caption, Rejected):
                     self.rejected[caption.reason] += 1
                     continue

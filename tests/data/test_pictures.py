@@ -352,6 +352,19 @@ def test_a_source_that_cannot_be_read_is_an_error_of_one_line(workers, error, li
     assert type(found.value) is ValueError and re.fullmatch(line, str(found.value))
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_a_filter_returns_is_checked(workers):
+    """What is no sample was left out, without a word."""
+
+    class Forgetful(Filter):
+        def decode(self, sample, shrink_to=None):
+            found = super().decode(sample, shrink_to)
+            return found if sample.key.endswith("0") else None
+
+    with pytest.raises(ValueError, match=r"^Forgetful.decode\(\) of the sample '.*' returns None; return a Decoded"):
+        list(itertools.islice(load(Numbered(1, 4), workers=workers, filter=Forgetful()), 4))
+
+
 @pytest.mark.parametrize("error", [Outage, ConnectionError])
 @pytest.mark.parametrize(("training", "workers"), [(True, 0), (True, 1), (False, 0)])
 def test_a_server_that_does_not_answer_is_an_outage(training, workers, error):

@@ -1,7 +1,9 @@
 """data/sources/filters.py: awkward pictures come out upright and RGB; bad ones are named with a reason."""
 
 import io
+import re
 import warnings
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -11,7 +13,8 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from data.sources.base import DecodedSample, Rejected, Sample
-from data.sources.filters import Filter
+from data.sources.filters import Filter, decoded, judged
+from data.system.errors import WrongResult
 
 RED, BLUE = (220, 20, 30), (20, 30, 220)
 
@@ -279,3 +282,32 @@ def test_a_picture_whose_orientation_lacks_memory_is_not_taken_as_it_lies(monkey
     monkeypatch.setattr(Image.Image, "getexif", Mock(side_effect=MemoryError))
     with pytest.raises(MemoryError):
         decode(encode(two_tone()))
+
+
+@pytest.mark.parametrize(
+    "found, message",
+    [
+        (None, "returns None; return a DecodedSample, or a Rejected with a reason"),
+        (False, "returns False; return a DecodedSample, or a Rejected with a reason"),
+        ("too_small", "returns 'too_small'; return a DecodedSample, or a Rejected with a reason"),
+        (np.zeros((4, 4, 3), np.float32), "returns the image float32 (4, 4, 3) instead of an array uint8"),
+        (np.zeros((4, 4), np.uint8), "returns the image uint8 (4, 4) instead of an array uint8"),
+        (Image.new("RGB", (4, 4)), "returns the image a value of type Image instead of an array uint8"),
+    ],
+)
+def test_what_a_filter_returns_is_checked(found, message):
+    """Images of floats from 0 to 1 became black ones without a word, and what is no sample ended in an AssertionError,
+    or, in training and in scores, was left out."""
+    if isinstance(found, np.ndarray | Image.Image):
+        found = DecodedSample("k", found, "text", (4, 4))
+    mine = SimpleNamespace(decode=lambda sample, shrink_to: found)
+    with pytest.raises(WrongResult, match=re.escape(f"SimpleNamespace.decode() of the sample 'k' {message}")):
+        decoded(mine, Sample("k", b"", "text"), 4)
+
+
+def test_what_a_filter_makes_of_a_caption_is_checked():
+    sample, reason = Sample("k", b"", " text "), Rejected("k", "boilerplate")
+    assert judged(Filter(), sample) == "text"
+    assert judged(SimpleNamespace(caption=lambda sample: reason), sample) == reason
+    with pytest.raises(WrongResult, match=re.escape("SimpleNamespace.caption() of the sample 'k' returns False")):
+        judged(SimpleNamespace(caption=lambda sample: False), sample)
