@@ -18,6 +18,9 @@ from recipes.config.values import plain_values
 
 # Image encoders that make tokens, so that a config is checked without importing them; all others make latents.
 TOKEN_ENCODERS = ("dvae",)
+# Encoders of which no other key changes what is stored than by what is compared anyway: their weights, precision and
+# layer. Of others, all keys are compared.
+COMPARED_ENCODERS = ("kl_vae", "dvae", "open_clip_text", "hf_clip_text")
 # Suffixes of encoders' configs, weights and tokenizers, whose digests a set depends on.
 ENCODER_FILES = (".json", ".safetensors", ".pt", ".pth", ".bin", ".txt")
 
@@ -30,8 +33,10 @@ COMPRESSIONS = re.compile(r"br(:(\d|1[01]))?|bz2(:[1-9])?|gz(:\d)?|snappy|zstd(:
 # scores and lists lie, of which the model's weights and the content count (see `_chosen_by`).
 PLACES = ("urls", "path", "files", "exclude", "shard_size", "shard_mb", "scores", "shared")
 # Options that say what is taken of a source's data (see `source_options`), and by which rules the filter judges (see
-# `filter_version`). Sets of earlier versions may lack them.
+# `filter_version`). Sets of earlier versions may lack them, and the keys of encoders.
 SOURCE, SCORES, FILTER_VERSION = "source", "scores", "filter_version"
+# Options with the keys of encoders other than `COMPARED_ENCODERS`.
+IMAGE_ENCODER, TEXT_ENCODER = "image_encoder", "text_encoder"
 RESAMPLING = "resampling"
 EARLIER_RESAMPLING = "lanczos (of an earlier version)"  # of sets of squares that do not hold how these were resized
 
@@ -145,6 +150,7 @@ class EncodeConfig:
     def options(self) -> dict[str, Any]:
         """Those options that the stored values depend on and that are known without the encoders."""
         crops = {"crops": self.crops} if self.kind == "tokens" else {}
+        encoders = {IMAGE_ENCODER: self.image_encoder, TEXT_ENCODER: self.text_encoder}
         return {
             "resolutions": list(self.resolutions),
             "crop": self.crop,
@@ -154,6 +160,7 @@ class EncodeConfig:
             "filter": plain_values(self.filter),
             **filter_version(self.filter),
             "seed": None if self.crop == "center" else self.seed,
+            **{key: reading(one) for key, one in encoders.items() if one and one.name not in COMPARED_ENCODERS},
         }
 
     def request(self) -> dict[str, Any]:
@@ -215,7 +222,8 @@ class VocabularyConfig:
 
 
 def reading(source: Component) -> dict[str, Any]:
-    """The arguments of a source that determine what is read of it, without the places of its files, which may move."""
+    """The arguments of a source that determine what is read of it, without the places of its files, which may move; of
+    an encoder, what determines what it computes, besides its weights."""
     found = {}
     for name, value in parts_of(source).items():
         if isinstance(value, Component):
@@ -256,7 +264,7 @@ def changed_option(found: dict[str, Any], options: dict[str, Any]) -> str | None
         options: of this job, as JSON-compatible values.
     """
     # Of versions that did not write them down.
-    earlier = [name for name in (SOURCE, SCORES, FILTER_VERSION) if name not in found]
+    earlier = [name for name in (SOURCE, SCORES, FILTER_VERSION, IMAGE_ENCODER, TEXT_ENCODER) if name not in found]
     names = [name for name in [*options, *found] if name not in earlier]
     return next((name for name in names if found.get(name) != options.get(name)), None)
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -300,6 +301,25 @@ def test_claims(tmp_path):
     with pytest.raises(ValueError, match="made with crop random"):
         output.merge({}, {"resolutions": [8], "crop": "center"})
     assert not (tmp_path / "index.json").exists()
+
+
+def test_keys_of_encoders_of_other_packages_are_options(tmp_path, recipe):
+    """Shards after another value of a key, which is not in the weights, were mixed with those before it."""
+    config = load_config(recipe(), [], EncodeConfig, missing=[])
+    assert "image_encoder" not in config.options() and "text_encoder" not in config.options()
+    folder = config.image_encoder.args["path"]
+
+    def claim(**arguments):
+        config.image_encoder = replace(config.image_encoder, name="my-package.mine", args=arguments)
+        OutputSet(tmp_path / "set", []).claim(config.options())
+
+    claim(path=folder, slicing=True)
+    claim(path="moved", slicing=True)
+    with pytest.raises(ValueError, match="made with image_encoder .*True.*, this job has .*False"):
+        claim(path=folder)
+    earlier = {name: value for name, value in config.options().items() if name != "image_encoder"}
+    (tmp_path / "set" / "options.json").write_text(json.dumps(earlier))  # of an earlier version
+    claim(path=folder)
 
 
 def test_what_is_taken_of_a_source_is_an_option_wherever_it_lies(tmp_path, recipe):
