@@ -101,5 +101,5 @@ def encode(
     image_ok = torch.stack([s.finite for s in stored.values()]).all(0)
     if texts is None:
         return Encodings(stored, None, image_ok, torch.ones_like(image_ok))
-    text = texts.encode_tokens(tokens.to(texts.device, non_blocking=True), exact=exact).half()
+    text = texts.embed(tokens.to(texts.device, non_blocking=True), exact=exact).half()
     return Encodings(stored, text, image_ok, text.isfinite().flatten(1).all(1))

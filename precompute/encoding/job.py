@@ -289,9 +289,9 @@ def store_null_text(path: Path, texts: TextEncoder) -> None:
     if path.is_file():
         return
     tokens = texts.tokenize([""]).to(texts.device)
-    text = texts.encode_tokens(tokens).half()
+    text = texts.embed(tokens).half()
     if not text.isfinite().all():
-        text = texts.encode_tokens(tokens, exact=True).half()
+        text = texts.embed(tokens, exact=True).half()
     if not text.isfinite().all():
         raise ValueError(f"text_encoder: {texts.id} gives values that are not finite, also in fp32; check its weights")
     with atomic_write(path) as partial, open(partial, "wb") as file:  # np.save would add .npy to a name without it

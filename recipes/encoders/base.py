@@ -14,7 +14,7 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import Tensor, nn
 
-from data.system.errors import one_line
+from data.system.errors import WrongResult, one_line
 from data.system.log import log
 from recipes.models.family import NotInDiffusersError
 from recipes.models.sampling import DTYPES, Precision
@@ -219,7 +219,15 @@ class LatentEncoder(ImageEncoder):
 
     def store(self, pixels: Tensor, exact: bool = False) -> Stored:
         """`mean` and `std` of the only crop, with their statistics. See `ImageEncoder.store`."""
-        full_mean, full_std = self.encode(channels_first(pixels, 0), exact=exact)
+        found = self.encode(channels_first(pixels, 0), exact=exact)
+        shape = len(pixels), self.channels, *(side // self.downsample for side in pixels.shape[2:4])
+        if not (isinstance(found, tuple | list) and len(found) == 2):
+            raise WrongResult(
+                f"{type(self).__name__}.encode() returns {_given(found)}; return a tuple of the mean and the deviation"
+            )
+        for part in found:
+            _check(f"{type(self).__name__}.encode()", part, shape, pixels.device)
+        full_mean, full_std = found
         mean, std = full_mean.half(), full_std.half()
         m, s = mean.double().flatten(2), std.double().flatten(2)  # BC(hw), as stored
         sums = torch.stack([m.sum(2), m.square().sum(2), s.square().sum(2)], dim=1)
@@ -274,7 +282,10 @@ class TokenEncoder(ImageEncoder):
         """`tokens` (B, N, h * w), the most likely codes in raster order. See `ImageEncoder.store`."""
         tokens, finite = [], torch.ones(len(pixels), dtype=torch.bool, device=pixels.device)
         for crop in range(pixels.shape[1]):  # one after another: the logits of one crop take several GB
-            best, codes = self.logits(channels_first(pixels, crop), exact=exact).max(dim=1)  # Bhw; NaN wins
+            logits = self.logits(channels_first(pixels, crop), exact=exact)
+            shape = len(pixels), self.codes, *(side // self.downsample for side in pixels.shape[2:4])
+            _check(f"{type(self).__name__}.logits()", logits, shape, pixels.device)
+            best, codes = logits.max(dim=1)  # Bhw; NaN wins
             finite &= best.isfinite().flatten(1).all(1)
             tokens.append(codes.flatten(1).int())
         return Stored({"tokens": torch.stack(tokens, dim=1)}, finite)
@@ -283,6 +294,29 @@ class TokenEncoder(ImageEncoder):
         """See `ImageEncoder.reconstruct`."""
         tokens = self.store(pixels[:, None]).arrays["tokens"][:, 0].long()
         return self.decode(tokens.unflatten(1, (pixels.shape[1] // self.downsample, -1)))
+
+
+def _check(what: str, found: object, shape: tuple[int, ...], device: torch.device) -> None:
+    """
+    Raises:
+        WrongResult: not a tensor of floating-point numbers of this shape on this device.
+    """
+    if (
+        not isinstance(found, Tensor)
+        or found.shape != shape
+        or not found.is_floating_point()
+        or found.device.type != device.type
+    ):
+        wanted = f"a tensor {shape} of floating-point numbers on {device.type}"
+        raise WrongResult(f"{what} returns {_given(found)} instead of {wanted}")
+
+
+def _given(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)} on {value.device.type}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return "None" if value is None else f"an instance of {type(value).__name__}"
 
 
 def channels_first(pixels: Tensor, crop: int) -> Tensor:
@@ -313,10 +347,10 @@ class TextEncoder(FrozenEncoder, ABC):
         As in the encode job, those that overflow in 16 bits are computed in fp32.
         """
         tokens = self.tokenize(captions).to(self.device)
-        found = self.encode_tokens(tokens)
+        found = self.embed(tokens)
         overflowed = ~found.isfinite().flatten(1).all(1)
         if self.precision != "fp32" and overflowed.any():
-            found[overflowed] = self.encode_tokens(tokens[overflowed], exact=True)
+            found[overflowed] = self.embed(tokens[overflowed], exact=True)
         return found
 
     def lost_tokens(self, captions: list[str]) -> list[int]:
@@ -329,6 +363,16 @@ class TextEncoder(FrozenEncoder, ABC):
         else:
             return [0] * len(captions)
         return [max(0, count - self.length) for count in counts]
+
+    def embed(self, tokens: Tensor, exact: bool = False) -> Tensor:
+        """What `encode_tokens` returns.
+
+        Raises:
+            WrongResult: it is something else than embeddings of these tokens.
+        """
+        found = self.encode_tokens(tokens, exact=exact)
+        _check(f"{type(self).__name__}.encode_tokens()", found, (len(tokens), self.length, self.width), tokens.device)
+        return found
 
     @abstractmethod
     def encode_tokens(self, tokens: Tensor, exact: bool = False) -> Tensor:

@@ -316,7 +316,7 @@ def test_a_weight_beyond_float16_is_encoded_in_fp32(vae_folder, tmp_path, monkey
     class Texts:
         device = torch.device("cpu")
 
-        def encode_tokens(self, tokens, exact):
+        def embed(self, tokens, exact):
             return torch.zeros(len(tokens), 1, 1)
 
     images = kl_vae(path=str(tmp_path / "vae"), precision="bf16").to("cpu")

@@ -1,6 +1,7 @@
 """Encoders against the libraries they wrap."""
 
 import json
+import re
 import shutil
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -13,6 +14,7 @@ from diffusers import AutoencoderKL, AutoencoderKLFlux2
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizerFast, T5Config, T5EncoderModel
 
+from data.system.errors import WrongResult
 from data.tokenizers.clip_library import open_clip
 from recipes.config.build import encoders_of
 from recipes.encoders.base import LatentEncoder, TextEncoder, weights_hash
@@ -478,3 +480,29 @@ def test_encoders_of_ones_own_encode_and_are_none_of_diffusers():
     for convert in (images.for_diffusers, texts.for_transformers):
         with pytest.raises(NotInDiffusersError, match="diffusers has no pipeline for the .* encoder "):
             convert()
+
+
+@pytest.mark.parametrize(
+    "found, message",
+    [
+        (torch.zeros(2, 3, 2, 2), "returns float32 (2, 3, 2, 2) on cpu; return a tuple of the mean and the deviation"),
+        ((torch.zeros(2, 3, 2, 2), None), "returns None instead of a tensor (2, 3, 2, 2) of floating-point numbers on"),
+        ((torch.zeros(2, 3, 2, 1), torch.zeros(2, 3, 2, 1)), "returns float32 (2, 3, 2, 1) on cpu instead of a tensor"),
+        ((torch.zeros(1, 3, 2, 2), torch.zeros(1, 3, 2, 2)), "returns float32 (1, 3, 2, 2) on cpu instead of a tensor"),
+        ((torch.zeros(2, 3, 2, 2), torch.zeros(2, 3, 2, 2).int()), "returns int32 (2, 3, 2, 2) on cpu instead of"),
+    ],
+)
+def test_what_an_image_encoder_returns_is_checked(found, message, monkeypatch):
+    monkeypatch.setattr(Pool, "encode", lambda self, images, exact: found)
+    images = Pool(lambda: torch.nn.Linear(1, 1), "pool", "fp32")
+    with pytest.raises(WrongResult, match=re.escape(f"Pool.encode() {message}")):
+        images.store(torch.zeros(2, 1, 4, 4, 3, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("found", [torch.zeros(2, 2), torch.zeros(1, 4, 2), torch.zeros(2, 4, 2).long(), (1, 2), None])
+def test_what_a_text_encoder_returns_is_checked(found, monkeypatch):
+    monkeypatch.setattr(Characters, "encode_tokens", lambda self, tokens, exact: found)
+    texts = Characters(lambda: torch.nn.Embedding(256, 2), "characters", "fp32")
+    message = r"^Characters.encode_tokens\(\) returns .* instead of a tensor \(2, 4, 2\) of floating-point numbers on"
+    with pytest.raises(WrongResult, match=message):
+        texts.encode(["a", "bcdef"])
