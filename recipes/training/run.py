@@ -18,6 +18,22 @@ from recipes.training.clock import Clock
 Precision = Literal["fp32", "amp_bf16", "amp_fp16"]
 
 
+def check_figures(figures: Mapping[str, float]) -> Mapping[str, float]:
+    """The figures of `Run.log`, if loggers can write them. They are not computed here: only the first rank writes.
+
+    Raises:
+        ValueError: a value is no single number.
+    """
+    if not isinstance(figures, Mapping):
+        raise ValueError(f"run.log: got an instance of {type(figures).__name__}; give a dict of numbers by name")
+    for name, value in figures.items():
+        many = isinstance(value, Tensor | np.ndarray) and math.prod(value.shape) != 1
+        if many or not hasattr(type(value), "__float__"):
+            what = f"of shape {tuple(value.shape)}" if many else f"an instance of {type(value).__name__}"
+            raise ValueError(f"run.log: the figure {name!r} is {what}; give one number per name")
+    return figures
+
+
 class Run(ABC):
     """A training run, independently of the engine.
 
@@ -98,7 +114,7 @@ class Run(ABC):
 
     @abstractmethod
     def log(self, figures: Mapping[str, float]) -> None:
-        """Send values by name to the loggers, at the current batch."""
+        """Send values by name to the loggers, at the current batch. Raises as `check_figures`."""
 
     @abstractmethod
     def log_settings(self, settings: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from recipes.engines.precision import autocast, gradient_scaler
 from recipes.training.clock import Clock
 from recipes.training.microbatches import samples_of, with_batch_means
-from recipes.training.run import Precision, Run
+from recipes.training.run import Precision, Run, check_figures
 
 
 class ComposerRun(Run):
@@ -128,7 +128,7 @@ class ComposerRun(Run):
             evaluator.device_eval_microbatch_size = samples
 
     def log(self, figures: Mapping[str, float]) -> None:
-        self._logger.log_metrics(dict(figures))
+        self._logger.log_metrics(dict(check_figures(figures)))
 
     def log_settings(self, settings: Mapping[str, Any]) -> None:
         self._logger.log_hyperparameters(dict(settings))

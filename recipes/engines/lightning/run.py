@@ -17,7 +17,7 @@ from recipes.engines.logs.loggers import RunLoggers
 from recipes.engines.precision import autocast, gradient_scaler
 from recipes.training.clock import Clock
 from recipes.training.microbatches import split, with_batch_means
-from recipes.training.run import Precision, Run
+from recipes.training.run import Precision, Run, check_figures
 
 
 class LightningRun(Run):
@@ -153,7 +153,7 @@ class LightningRun(Run):
         self.microbatch = samples
 
     def log(self, figures: Mapping[str, float]) -> None:
-        self.loggers.log(figures, self.counts.batch)
+        self.loggers.log(check_figures(figures), self.counts.batch)
 
     def log_settings(self, settings: Mapping[str, Any]) -> None:
         self.loggers.log_settings(settings)

@@ -1,8 +1,11 @@
 """What a callback of your own must define."""
 
+import numpy as np
 import pytest
+import torch
 
 from recipes.training.callback import PeriodicCallback
+from recipes.training.run import check_figures
 
 
 class Nothing(PeriodicCallback):
@@ -22,3 +25,24 @@ def test_a_periodic_callback_may_act_in_another_hook():
                 raise AssertionError("not called")
 
     AtSteps("2ba")
+
+
+@pytest.mark.parametrize(
+    "figures, message",
+    [
+        (None, "got an instance of NoneType; give a dict"),
+        ({"good": 1, "bad": "text"}, "the figure 'bad' is an instance of str; give one number"),
+        ({"bad": None}, "the figure 'bad' is an instance of NoneType; give one number"),
+        ({"bad": {"x": 1}}, "the figure 'bad' is an instance of dict; give one number"),
+        ({"bad": torch.zeros(3)}, r"the figure 'bad' is of shape \(3,\); give one number"),
+        ({"bad": np.zeros(0)}, r"the figure 'bad' is of shape \(0,\); give one number"),
+    ],
+)
+def test_figures_that_no_logger_can_write(figures, message):
+    with pytest.raises(ValueError, match=f"^run.log: {message}"):
+        check_figures(figures)
+
+
+def test_figures_that_loggers_can_write():
+    figures = {"a": 1, "b": 2.0, "c": torch.ones(1), "d": np.float32(3), "e": True, "f": np.zeros(())}
+    assert check_figures(figures) is figures
