@@ -14,7 +14,7 @@ import pickle
 import re
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -126,8 +126,12 @@ def loadable(name: str, state: dict[str, Any]) -> dict[str, Any]:
         state: what its `state_dict` returned.
 
     Raises:
-        ValueError: it holds other values, such as those of a class; no run could go on from the checkpoint.
+        ValueError: it is no dict, or holds other values, such as those of a class; no run could go on from the
+            checkpoint.
     """
+    if not isinstance(state, Mapping):
+        what = f"an instance of {type(state).__name__}"
+        raise ValueError(f"{name}: state_dict returns {what}; return a dict, which may be empty")
     for key, value in state.items():
         file = io.BytesIO()
         try:

@@ -203,6 +203,12 @@ def test_the_weights_of_a_module_in_a_state_are_not_looked_at():
     assert loadable("Mine", state) is state
 
 
+@pytest.mark.parametrize("state", [None, [1], torch.zeros(1)])
+def test_a_state_is_a_dict(state):
+    with pytest.raises(ValueError, match="^Mine: state_dict returns an instance of .*; return a dict, which may be "):
+        loadable("Mine", state)
+
+
 def test_what_is_saved_when(tmp_path):
     for save, saved in (False, []), (True, ["ep0-ba9.ckpt", "latest"]):
         checkpoints, run, _ = new_checkpoints(tmp_path, save=save)
