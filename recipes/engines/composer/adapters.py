@@ -58,6 +58,7 @@ class RunLevers(Algorithm):
         if event == Event.INIT:
             self.run.attach(state, logger)
             self.levers.prepare(self.run)
+            check_trained(self.run)
         elif event == Event.BEFORE_LOAD:
             self.run.use_precision()
             self.levers.compile(self.run)
@@ -71,6 +72,24 @@ class RunLevers(Algorithm):
             elif event == Event.BEFORE_FORWARD:
                 self.run.begin_pass()
             self.levers.call(HOOKS[event], self.run)
+
+
+def check_trained(run: ComposerRun) -> None:
+    """Check that the optimizer, which Composer needs before levers change the model, has all trained parameters.
+
+    Raises:
+        ValueError: a lever has replaced or added some, which would not be trained and cannot be saved.
+    """
+    known = {id(parameter) for parameter in run.trained}
+    named = run.task.named_parameters()
+    missing = [name for name, parameter in named if parameter.requires_grad and id(parameter) not in known]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ValueError(
+            f"algorithms: a lever has replaced or added the parameter {missing[0]}{more}, which the optimizer does not "
+            "have; replace modules inside of `with run.new_parameters():`, by ones with parameters of the same names, "
+            "or use training.engine=lightning"
+        )
 
 
 class _LeverState(Algorithm):

@@ -7,6 +7,7 @@ import warnings
 from contextlib import nullcontext
 from multiprocessing import active_children
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from recipes.comparison.runs import read_runs
 from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.engines import parts
 from recipes.engines.composer import trainer as composer_trainer
+from recipes.engines.composer.adapters import check_trained
 from recipes.engines.composer.run import clock_of
 from recipes.engines.composer.trainer import build_trainer
 from recipes.engines.dry_run_checks import check_on_meta
@@ -203,6 +205,19 @@ def test_an_optimizer_that_calls_no_closure_trains(quick_recipe, tmp_path):
     assert all(loss > 0 for loss in losses.values) and len(losses.values) == 2
     changes = [(a - b).abs().max().item() for a, b in zip(before, parameters(trainer), strict=True)]
     assert max(changes) == pytest.approx(2e-3, rel=0.01)
+
+
+def test_trained_parameters_that_the_optimizer_lacks_are_refused():
+    """A lever that replaced a module ended a run with a KeyError at its first checkpoint."""
+    task = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    run = SimpleNamespace(task=task, trained=list(task.parameters()))
+    task[0].bias.requires_grad_(False)
+    check_trained(run)
+    task[1] = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="^algorithms: .* parameter 1.weight and 1 more, .* `with run.new_parameters"):
+        check_trained(run)
+    task[1].requires_grad_(False)
+    check_trained(run)
 
 
 # --- going on --------------------------------------------------------------------------------------------------------
