@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
+
 from recipes.config.build import import_builder
 from recipes.config.recipe import Recipe
 from recipes.training.callback import Callback
@@ -33,6 +35,21 @@ def check_classes(recipe: Recipe) -> None:
                 f"{component.path}: {kind.__name__} ({kind.__module__}) does nothing: it defines none of the methods "
                 "that a run calls, such as step_end(run)"
             )
+
+
+def check_step(optimizer: torch.optim.Optimizer) -> None:
+    """
+    Raises:
+        ValueError: its step takes no closure, which Lightning gives to it in the first batch.
+    """
+    try:
+        inspect.signature(optimizer.step).bind(closure=None)
+    except TypeError:
+        kind = type(optimizer)
+        raise ValueError(
+            f"optimizer: {kind.__name__}.step ({kind.__module__}) takes no closure; define step(self, closure=None), "
+            "which need not call it"
+        ) from None
 
 
 def _is_called(kind: type) -> bool:

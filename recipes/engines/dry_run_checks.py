@@ -26,7 +26,7 @@ from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradSca
 from recipes.config.build import build, build_on_meta
 from recipes.config.recipe import Recipe
 from recipes.config.values import Component, plain_values
-from recipes.engines.check_classes import check_classes
+from recipes.engines.check_classes import check_classes, check_step
 from recipes.engines.first_weights import load_first_weights
 from recipes.engines.parts import Place, build_levers, check_microbatch, context_of, the_one
 from recipes.engines.precision import resolve
@@ -132,6 +132,7 @@ def _gpus(recipe: Recipe, devices: Devices) -> Place:
 def _new_run(recipe: Recipe, place: Place, task: Task, epoch_batches: int | None) -> MetaRun:
     # One value stands for all parameters, which have no memory.
     optimizer = build(recipe.optimizer, parameters=[nn.Parameter(torch.zeros(1))], task=task)
+    check_step(optimizer)
     return MetaRun(task, place.precision, optimizer, Clock(0, 0, 0, recipe.training.duration, epoch_batches))
 
 

@@ -34,7 +34,7 @@ from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradSca
 from recipes.algorithms.tensor_parallel.lever import TensorParallel
 from recipes.config.build import build, build_on_meta, encoders_of
 from recipes.config.recipe import Recipe, Training
-from recipes.engines.check_classes import check_classes
+from recipes.engines.check_classes import check_classes, check_step
 from recipes.engines.first_weights import new_task, started_from
 from recipes.engines.logs.loggers import Opener
 from recipes.engines.logs.tracking import tracked_run
@@ -176,6 +176,7 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
 
     def new_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         optimizer = build(recipe.optimizer, parameters=parameters, task=task)
+        check_step(optimizer)
         for lever in rates:
             lever.built(optimizer)
         return optimizer

@@ -1,6 +1,7 @@
 """Classes of callbacks and levers of which a run would call nothing."""
 
 import pytest
+import torch
 
 from recipes.engines import check_classes
 from recipes.training.callback import Callback
@@ -45,3 +46,16 @@ def test_classes_that_define_no_method_of_a_run(small_recipe, tmp_path, monkeypa
             check_classes.check_classes(recipe)
     else:
         check_classes.check_classes(recipe)
+
+
+def test_the_step_of_an_optimizer_takes_a_closure():
+    """Lightning gave it one in the first batch, where it was a TypeError."""
+
+    class Bare(torch.optim.SGD):
+        def step(self):
+            raise AssertionError("not called")
+
+    parameters = [torch.nn.Parameter(torch.zeros(2))]
+    check_classes.check_step(torch.optim.SGD(parameters, lr=1.0))
+    with pytest.raises(ValueError, match=r"^optimizer: Bare.step \(.*\) takes no closure; define step\(self, closure="):
+        check_classes.check_step(Bare(parameters, lr=1.0))
