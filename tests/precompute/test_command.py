@@ -100,7 +100,7 @@ def test_a_dry_run_assumes_the_sizes_of_a_token_encoder_of_ones_own(recipe, tmp_
     """It has no key `path`, perhaps, and other tokens per side than DALL-E's."""
     dvae = {"image_encoder": {"name": "dvae", "path": "a/b"}, "text_encoder": None}
     config = load_config(recipe(**dvae), [], EncodeConfig, missing=[])
-    own = Component("image_encoder", "mine", {}, "", "")
+    own = dataclasses.replace(config.image_encoder, name="mine", args={})
     monkeypatch.setattr("precompute.config.TOKEN_ENCODERS", ("dvae", "mine"))
     report = encode_report(dataclasses.replace(config, image_encoder=own, resolutions=[20]), [], Rank())
     assert "sizes of the image encoder are assumed to be DALL-E's: mine is not loaded" in report
