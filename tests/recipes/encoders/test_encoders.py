@@ -1,7 +1,6 @@
 """Encoders against the libraries they wrap."""
 
 import json
-import re
 import shutil
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -14,14 +13,12 @@ from diffusers import AutoencoderKL, AutoencoderKLFlux2
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizerFast, T5Config, T5EncoderModel
 
-from data.system.errors import WrongResult
 from data.tokenizers.clip_library import open_clip
 from recipes.config.build import encoders_of
-from recipes.encoders.base import LatentEncoder, TextEncoder, weights_hash
+from recipes.encoders.base import weights_hash
 from recipes.encoders.text import hf_clip_text, open_clip_text
 from recipes.encoders.vae import kl_vae
 from recipes.exports.encoder_files import encoder_files
-from recipes.models.family import NotInDiffusersError
 
 CAPTIONS = ["a red heart", "", "woman firefighter: dark skin tone", "many words " * 20]
 
@@ -445,64 +442,3 @@ def test_a_lack_of_memory_is_not_a_broken_tokenizer(load, opens, clip_folder, hf
             load(path=str(clip_folder), precision="fp32")
         else:
             load(path=str(hf_folder), subfolder="text_encoder", tokenizer="tokenizer", precision="fp32")
-
-
-class Pool(LatentEncoder):
-    """What docs/extending.md says that an encoder of one's own defines, as Characters."""
-
-    channels, downsample, scaling_factor, shift_factor = 3, 2, 1.0, 0.0
-
-    def encode(self, images, exact=False):
-        mean = torch.nn.functional.avg_pool2d(images / 127.5 - 1, 2)
-        return mean, torch.zeros_like(mean)
-
-    def decode(self, latents):
-        return torch.nn.functional.interpolate((latents + 1) / 2, scale_factor=2)
-
-
-class Characters(TextEncoder):
-    length, width, layer, tokenizer_id = 4, 2, "last", "characters"
-
-    def tokenize(self, captions):
-        return torch.tensor([list(caption.encode()[:4].ljust(4)) for caption in captions])
-
-    def encode_tokens(self, tokens, exact=False):
-        return self._network(exact)[0](tokens)
-
-
-def test_encoders_of_ones_own_encode_and_are_none_of_diffusers():
-    images, texts = Pool(lambda: torch.nn.Linear(1, 1), "pool", "fp32"), Characters(
-        lambda: torch.nn.Embedding(256, 2), "characters", "fp32"
-    )
-    pixels = torch.full((2, 4, 4, 3), 51, dtype=torch.uint8)
-    torch.testing.assert_close(images.reconstruct(pixels), torch.full((2, 3, 4, 4), 0.2), atol=1e-3, rtol=0)
-    assert texts.encode(["a", "bcdef"]).shape == (2, 4, 2)
-    for convert in (images.for_diffusers, texts.for_transformers):
-        with pytest.raises(NotInDiffusersError, match="diffusers has no pipeline for the .* encoder "):
-            convert()
-
-
-@pytest.mark.parametrize(
-    "found, message",
-    [
-        (torch.zeros(2, 3, 2, 2), "returns float32 (2, 3, 2, 2) on cpu; return a tuple of the mean and the deviation"),
-        ((torch.zeros(2, 3, 2, 2), None), "returns None instead of a tensor (2, 3, 2, 2) of floating-point numbers on"),
-        ((torch.zeros(2, 3, 2, 1), torch.zeros(2, 3, 2, 1)), "returns float32 (2, 3, 2, 1) on cpu instead of a tensor"),
-        ((torch.zeros(1, 3, 2, 2), torch.zeros(1, 3, 2, 2)), "returns float32 (1, 3, 2, 2) on cpu instead of a tensor"),
-        ((torch.zeros(2, 3, 2, 2), torch.zeros(2, 3, 2, 2).int()), "returns int32 (2, 3, 2, 2) on cpu instead of"),
-    ],
-)
-def test_what_an_image_encoder_returns_is_checked(found, message, monkeypatch):
-    monkeypatch.setattr(Pool, "encode", lambda self, images, exact: found)
-    images = Pool(lambda: torch.nn.Linear(1, 1), "pool", "fp32")
-    with pytest.raises(WrongResult, match=re.escape(f"Pool.encode() {message}")):
-        images.store(torch.zeros(2, 1, 4, 4, 3, dtype=torch.uint8))
-
-
-@pytest.mark.parametrize("found", [torch.zeros(2, 2), torch.zeros(1, 4, 2), torch.zeros(2, 4, 2).long(), (1, 2), None])
-def test_what_a_text_encoder_returns_is_checked(found, monkeypatch):
-    monkeypatch.setattr(Characters, "encode_tokens", lambda self, tokens, exact: found)
-    texts = Characters(lambda: torch.nn.Embedding(256, 2), "characters", "fp32")
-    message = r"^Characters.encode_tokens\(\) returns .* instead of a tensor \(2, 4, 2\) of floating-point numbers on"
-    with pytest.raises(WrongResult, match=message):
-        texts.encode(["a", "bcdef"])

@@ -1,0 +1,71 @@
+"""Encoders of one's own, by the interface of docs/extending.md, and what is said of those that break it."""
+
+import re
+
+import pytest
+import torch
+
+from data.system.errors import WrongResult
+from recipes.encoders.base import LatentEncoder, TextEncoder
+from recipes.models.family import NotInDiffusersError
+
+
+class Pool(LatentEncoder):
+    """What docs/extending.md says that an encoder of one's own defines, as Characters."""
+
+    channels, downsample, scaling_factor, shift_factor = 3, 2, 1.0, 0.0
+
+    def encode(self, images, exact=False):
+        mean = torch.nn.functional.avg_pool2d(images / 127.5 - 1, 2)
+        return mean, torch.zeros_like(mean)
+
+    def decode(self, latents):
+        return torch.nn.functional.interpolate((latents + 1) / 2, scale_factor=2)
+
+
+class Characters(TextEncoder):
+    length, width, layer, tokenizer_id = 4, 2, "last", "characters"
+
+    def tokenize(self, captions):
+        return torch.tensor([list(caption.encode()[:4].ljust(4)) for caption in captions])
+
+    def encode_tokens(self, tokens, exact=False):
+        return self._network(exact)[0](tokens)
+
+
+def test_encoders_of_ones_own_encode_and_are_none_of_diffusers():
+    images, texts = Pool(lambda: torch.nn.Linear(1, 1), "pool", "fp32"), Characters(
+        lambda: torch.nn.Embedding(256, 2), "characters", "fp32"
+    )
+    pixels = torch.full((2, 4, 4, 3), 51, dtype=torch.uint8)
+    torch.testing.assert_close(images.reconstruct(pixels), torch.full((2, 3, 4, 4), 0.2), atol=1e-3, rtol=0)
+    assert texts.encode(["a", "bcdef"]).shape == (2, 4, 2)
+    for convert in (images.for_diffusers, texts.for_transformers):
+        with pytest.raises(NotInDiffusersError, match="diffusers has no pipeline for the .* encoder "):
+            convert()
+
+
+@pytest.mark.parametrize(
+    "found, message",
+    [
+        (torch.zeros(2, 3, 2, 2), "returns float32 (2, 3, 2, 2) on cpu; return a tuple of the mean and the deviation"),
+        ((torch.zeros(2, 3, 2, 2), None), "returns None instead of a tensor (2, 3, 2, 2) of floating-point numbers on"),
+        ((torch.zeros(2, 3, 2, 1), torch.zeros(2, 3, 2, 1)), "returns float32 (2, 3, 2, 1) on cpu instead of a tensor"),
+        ((torch.zeros(1, 3, 2, 2), torch.zeros(1, 3, 2, 2)), "returns float32 (1, 3, 2, 2) on cpu instead of a tensor"),
+        ((torch.zeros(2, 3, 2, 2), torch.zeros(2, 3, 2, 2).int()), "returns int32 (2, 3, 2, 2) on cpu instead of"),
+    ],
+)
+def test_what_an_image_encoder_returns_is_checked(found, message, monkeypatch):
+    monkeypatch.setattr(Pool, "encode", lambda self, images, exact: found)
+    images = Pool(lambda: torch.nn.Linear(1, 1), "pool", "fp32")
+    with pytest.raises(WrongResult, match=re.escape(f"Pool.encode() {message}")):
+        images.store(torch.zeros(2, 1, 4, 4, 3, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("found", [torch.zeros(2, 2), torch.zeros(1, 4, 2), torch.zeros(2, 4, 2).long(), (1, 2), None])
+def test_what_a_text_encoder_returns_is_checked(found, monkeypatch):
+    monkeypatch.setattr(Characters, "encode_tokens", lambda self, tokens, exact: found)
+    texts = Characters(lambda: torch.nn.Embedding(256, 2), "characters", "fp32")
+    message = r"^Characters.encode_tokens\(\) returns .* instead of a tensor \(2, 4, 2\) of floating-point numbers on"
+    with pytest.raises(WrongResult, match=message):
+        texts.encode(["a", "bcdef"])
