@@ -313,6 +313,8 @@ def fsdp_config(recipe: Recipe, task: torch.nn.Module, start: Path | None, plann
     to wrap nothing more, and does what remains: checkpoints and resumption.
     """
     warnings.filterwarnings("ignore", message="FSDP2 Config/APIs are experimental")
+    # Which PyTorch itself uses when it writes a sharded checkpoint.
+    warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
     task._fsdp_wrap = False  # read by Composer
     fsdp = recipe.training.fsdp
     if fsdp is None:

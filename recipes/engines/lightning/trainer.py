@@ -36,6 +36,7 @@ from recipes.training.ranks import is_first_rank, rank, world_size
 WARNINGS = (
     ".*Total length of `.*` across ranks is zero.*",
     ".*Detected call of `lr_scheduler.step\\(\\)` before `optimizer.step\\(\\)`.*",
+    "TypedStorage is deprecated",  # which PyTorch itself uses when it writes a sharded checkpoint
 )
 
 
