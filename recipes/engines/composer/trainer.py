@@ -209,6 +209,8 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts, optimizer: torch.opt
     """Composer's Trainer of a run's parts and the optimizer that they make."""
     # Of an epoch that was complete in the checkpoint.
     warnings.filterwarnings("ignore", message="No batches were trained for global rank")
+    # Where the update of the first batch is skipped.
+    warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step\\(\\)` before")
     _ignore_states_of_none(parts)
     run = ComposerRun(parts.task, place.precision)
     checkpoints = recipe.checkpoints
