@@ -18,6 +18,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 
+from data.system.errors import visible
 from recipes.checking.finding import Finding
 from recipes.checking.machine import SECONDS, cheap_checks
 from recipes.config.command_line import path_of
@@ -77,7 +78,8 @@ def main(arguments: list[str]) -> int:
         findings.append(writable(options.output))
     errors = [finding for finding in findings if finding.level == "error"]
     print("\n".join(map(str, findings)))
-    print(f"{os.uname().nodename}: {'cannot be used: ' + errors[0].text if errors else 'can be used'}", flush=True)
+    text = f"cannot be used: {errors[0].text}" if errors else "can be used"
+    print(visible(f"{os.uname().nodename}: {text}"), flush=True)
     return 1 if errors else 0
 
 

@@ -15,7 +15,7 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 
 from data.system.log import log
 from precompute.config import VocabularyConfig
-from recipes.config.command_line import read_command_line, user_errors
+from recipes.config.command_line import print_once, read_command_line, user_errors
 
 
 def main(arguments: list[str]) -> None:
@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> None:
         if command.dry_run:
             from precompute.dry_run import vocabulary_report
 
-            print(vocabulary_report(config, command.missing))
+            print_once(vocabulary_report(config, command.missing))
             return
         from precompute.texts.vocabulary_job import write_vocabulary
 

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # This script's folder must not stay on the import path: its files would hide other packages' modules.
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
+from data.system.errors import visible
 from data.system.threads import set_default_threads
 from recipes.config.command_line import check_out, fail, path_of, user_errors
 from recipes.generation.exports import family_of, find_export, find_network, load_pipeline
@@ -76,7 +77,7 @@ def main(arguments: list[str]) -> None:
         captions = read_captions(options)
         folder = find_export(options.checkpoint)  # before the slow imports, so that a wrong path answers at once
         own, candidates = own_options(options, family_of(folder)), candidates_of(options, options.each)
-        print(f"generate: {find_network(folder, options.weights)}", file=sys.stderr)
+        print(visible(f"generate: {find_network(folder, options.weights)}"), file=sys.stderr)
         pipeline = load_pipeline(folder, options.device, options.precision, options.weights)
         say_lost(captions, pipeline.lost_tokens(captions))
         from recipes.scoring.reranking import Reranker, draw_best

@@ -22,6 +22,7 @@ import dataclasses
 import math
 from typing import Any
 
+from data.system.errors import visible
 from data.system.threads import set_default_threads
 from recipes.config.command_line import fail, path_of, user_errors
 from recipes.config.recipe import Recipe, load_config
@@ -123,7 +124,7 @@ def main(arguments: list[str]) -> None:
     except ConfigError as error:
         fail(error.lines)
     with user_errors():
-        print(plan(options, recipe))
+        print(visible(plan(options, recipe)))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from data.system.errors import visible
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -22,7 +24,7 @@ class Finding:
     text: str
 
     def __str__(self) -> str:
-        return f"{self.level + ':':9}{self.subject}: {self.text}"
+        return visible(f"{self.level + ':':9}{self.subject}: {self.text}")
 
 
 def raise_errors(findings: Iterable[Finding]) -> list[Finding]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from data.cost import count_text
+from data.system.errors import visible
 from recipes.config.command_line import print_once, read_command_line, user_errors
 from recipes.config.values import quoted
 from recipes.evaluation.config import Evaluation
@@ -37,7 +38,7 @@ def main(arguments: list[str], usage: str | None) -> None:
 
         result = evaluate(Path(arguments[0]), command.config)
         if result is not None:
-            print(markdown(result), end="")
+            print(visible(markdown(result)), end="")
 
 
 def describe(config: Evaluation) -> str:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from data.system.errors import visible
 from recipes.config.command_line import check_out, fail, path_of, user_errors
 from recipes.generation.exports import family_of, find_export, find_network, load_pipeline, weights_of
 from recipes.generation.options import add_options, candidates_of, own_options
@@ -26,7 +27,7 @@ def main(arguments: list[str], usage: str | None) -> None:
             from data.system.files import write_json
 
             write_json(options.out, result, indent=2)
-        print(table(result))
+        print(visible(table(result)))
 
 
 def read_arguments(arguments: list[str], description: str | None) -> argparse.Namespace:

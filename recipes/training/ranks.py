@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.system.errors import Outage
+from data.system.errors import Outage, visible
 
 _calls = count()  # of `by_first_rank`, the same on all ranks
 # As gloo, NCCL and the key-value store say it.
@@ -126,7 +126,7 @@ def says_that_another_ended() -> Iterator[None]:
         if world_size() == 1 or lost is None:
             raise
         text = "the connection to another rank is lost; if that one has ended, see what it says"
-        print(f"error: rank {rank()}: {text} ({lost[0].strip()})", file=sys.stderr)
+        print(visible(f"error: rank {rank()}: {text} ({lost[0].strip()})"), file=sys.stderr)
         sys.exit(1)
 
 

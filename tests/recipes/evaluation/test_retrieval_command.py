@@ -3,12 +3,14 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
 from recipes.evaluate import main
+from recipes.evaluation import retrieval_command
 from recipes.evaluation.retrieval import accuracy, ranks, read_pairs
 from recipes.generation.exports import find_network, weights_of
 
@@ -122,3 +124,11 @@ def test_the_command(exported, drawings, clip_folder, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["yamls/openmoji_evaluate.yaml", str(export)])
     assert "give the export before the YAML yamls/openmoji_evaluate.yaml" in capsys.readouterr().err
+
+
+def test_the_name_of_a_set_does_not_command_the_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(retrieval_command, "read_arguments", lambda *_: SimpleNamespace(out=None))
+    monkeypatch.setattr(retrieval_command, "evaluate", lambda options: None)
+    monkeypatch.setattr(retrieval_command, "table", lambda result: "| \x1b[2J |")
+    main(["--retrieval"])
+    assert capsys.readouterr().out == "| \\x1b[2J |\n"

@@ -122,3 +122,8 @@ def test_a_mistake_is_one_line(arguments, line, capsys, monkeypatch):
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert re.search(line, error) and error.count("\n") == 1
+
+
+def test_a_name_from_a_recipe_does_not_command_the_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(f"{main.__module__}.plan", lambda options, recipe: "callbacks.\x1b[2J: 1 time")
+    assert report(capsys, "--gpu", "h200", "--gpus", "8") == "callbacks.\\x1b[2J: 1 time\n"
