@@ -9,7 +9,7 @@ from PIL import ExifTags, Image
 from data.sources import jpeg
 from data.sources.base import DecodedSample, Rejected, Sample, brief
 from data.sources.captions import CaptionRules
-from data.system.errors import WrongResult
+from data.system.errors import WrongResult, noted
 
 # Formats that are read. Pillow knows more, but some of them start other programs on the data (EPS runs Ghostscript).
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
@@ -191,11 +191,14 @@ def decoded(filter: Filter, sample: Sample, shrink_to: int | None = None) -> Dec
     Raises:
         WrongResult: neither a sample that can be cropped nor a reason; such samples would be lost without a word, or
             black.
+        Exception: of the filter, with a note that names the sample.
     """
-    found = filter.decode(sample, shrink_to)
+    what = f"{type(filter).__name__}.decode() of the sample {sample.key!r}"
+    with noted(what):
+        found = filter.decode(sample, shrink_to)
     if isinstance(found, Rejected):
         return found
-    what = f"{type(filter).__name__}.decode() of the sample {sample.key!r} returns"
+    what += " returns"
     if not isinstance(found, DecodedSample):
         raise WrongResult(f"{what} {brief(found)}; return a DecodedSample, or a Rejected with a reason")
     image, size = found.image, found.original_size
@@ -211,10 +214,11 @@ def decoded(filter: Filter, sample: Sample, shrink_to: int | None = None) -> Dec
 
 def judged(filter: Filter, sample: Sample) -> str | Rejected:
     """What a filter makes of a sample's caption, see `Filter.caption`. Raises as `decoded`."""
-    caption = filter.caption(sample)
+    what = f"{type(filter).__name__}.caption() of the sample {sample.key!r}"
+    with noted(what):
+        caption = filter.caption(sample)
     if not isinstance(caption, str | Rejected):
-        what = f"{type(filter).__name__}.caption() of the sample {sample.key!r} returns"
-        raise WrongResult(f"{what} {brief(caption)}; return the text, or a Rejected with a reason")
+        raise WrongResult(f"{what} returns {brief(caption)}; return the text, or a Rejected with a reason")
     return caption
 
 

@@ -1,6 +1,9 @@
 """Errors of libraries and of worker processes, in the words of one line."""
 
 import re
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 # Characters that a terminal obeys, but for tabs and ends of lines, and those that turn the direction of a text.
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -25,10 +28,29 @@ class Outage(ValueError):
     jobs start again."""
 
 
+@contextmanager
+def noted(what: str) -> Iterator[None]:
+    """A context of code that may be somebody's own. Its errors get a note, which their tracebacks end with, that says
+    what was done. A `WorkersError` and a `MemoryError` get none: of those of worker processes, the last line is what is
+    shown."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, WorkersError | MemoryError):
+            error.add_note(what)
+        raise
+
+
 def one_line(error: BaseException) -> str:
     """An error of a library in one line, with its type where the text alone would say little."""
     text = " ".join(str(error).split())[:300]
     return text if text and isinstance(error, OSError | ValueError) else f"{type(error).__name__} {text}".strip()
+
+
+def raised_at(error: BaseException) -> str:
+    """The file and the line that raised an error."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{place.filename}, line {place.lineno}"
 
 
 def first_line(error: BaseException) -> str:

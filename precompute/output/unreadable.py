@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from data.sources.base import Rejected, Sample, Source, samples_of
-from data.system.errors import Outage, WrongResult, one_line
+from data.system.errors import Outage, WrongResult, one_line, raised_at
 from precompute.output.claims import begun_shards
 from precompute.output.output_set import UNREADABLE, OutputSet
 from precompute.output.problems import Problem
@@ -34,12 +34,16 @@ def read_samples(source: Source, shard: str) -> Iterator[Sample | Rejected]:
     """
     try:
         yield from samples_of(source, shard)
-    except BUGS:
+    except BUGS as error:
+        if not isinstance(error, WrongResult):  # which says where it is
+            error.add_note(f"{type(source).__name__}.read() of the input shard {shard}")
         raise
     except MemoryError as error:
         raise MemoryError(f"while input shard {shard} was read") from error
     except Exception as error:  # libraries that read files have errors of their own
-        raise Unreadable(Problem(one_line(error), isinstance(error, Outage | ConnectionError))) from error
+        # Other errors, such as a KeyError, may be bugs of a source of one's own, and nothing shows their traceback.
+        place = "" if isinstance(error, OSError | ValueError) else f" ({raised_at(error)})"
+        raise Unreadable(Problem(one_line(error) + place, isinstance(error, Outage | ConnectionError))) from error
 
 
 def not_done(output: OutputSet) -> tuple[int, dict[str, Problem]]:

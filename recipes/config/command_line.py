@@ -129,7 +129,8 @@ def user_errors() -> Iterator[None]:
         if not own or _from_a_library(error):
             raise
         # Schedulers start a job again after 1, and not after 2.
-        fail([str(error)], status=1 if isinstance(error, Outage | ConnectionError) else 2)
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        fail([f"{error}{notes}"], status=1 if isinstance(error, Outage | ConnectionError) else 2)
     except MemoryError as error:
         last = (str(error).strip().splitlines() or [""])[-1]  # of the traceback of a worker process
         text = re.sub(r"^[\w.]*(MemoryError|NotEnoughMemory)(: |$)", "", last)

@@ -311,3 +311,24 @@ def test_what_a_filter_makes_of_a_caption_is_checked():
     assert judged(SimpleNamespace(caption=lambda sample: reason), sample) == reason
     with pytest.raises(WrongResult, match=re.escape("SimpleNamespace.caption() of the sample 'k' returns False")):
         judged(SimpleNamespace(caption=lambda sample: False), sample)
+
+
+@pytest.mark.parametrize("error", [KeyError("aesthetics"), ValueError("mine: a score of 11")])
+def test_an_error_of_a_filter_names_the_sample(error):
+    """Of a set of millions, nobody could tell which one it was."""
+
+    def fail(*_):
+        raise error
+
+    mine, sample = SimpleNamespace(decode=fail, caption=fail), Sample("k", b"", "text")
+    for call in decoded, judged:
+        with pytest.raises(type(error)):
+            call(mine, sample)
+    assert error.__notes__ == [f"SimpleNamespace.{name}() of the sample 'k'" for name in ("decode", "caption")]
+
+
+def test_lines_of_workers_get_no_note():
+    """Only the last line of what PyTorch makes of them is shown, which would be the note."""
+    with pytest.raises(WrongResult) as raised:
+        decoded(SimpleNamespace(decode=lambda sample, shrink_to: Rejected("k", "no reason")), Sample("k", b"", ""))
+    assert not hasattr(raised.value, "__notes__")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from data.system.errors import WrongResult
+from data.system.errors import WrongResult, noted
 from data.system.files import write_text
 from precompute.config import EncodeConfig
 from recipes.config.command_line import groups_of, help_text, read_command_line, user_errors
@@ -151,6 +151,10 @@ def test_errors_that_a_user_can_mend_have_no_traceback(tmp_path, capsys):
     with pytest.raises(SystemExit) as left, user_errors():  # as from a worker process
         raise WrongResult("Caught\nTraceback:\n  frame\ndata.system.errors.WrongResult: Mine.read() yields None\n")
     assert (left.value.code, capsys.readouterr().err) == (2, "error: Mine.read() yields None\n")
+
+    with pytest.raises(SystemExit), user_errors(), noted("Mine.decode() of the sample 'k'"):
+        raise ValueError("mine: a score of 11")
+    assert capsys.readouterr().err == "error: mine: a score of 11 (Mine.decode() of the sample 'k')\n"
 
     with pytest.raises(BrokenPipeError), user_errors():
         raise BrokenPipeError(32, "Broken pipe")
