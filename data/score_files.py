@@ -3,7 +3,8 @@
 They lie beside the shards of an encoded set::
 
     SET/scores/facts.json         the model, a hash of its weights, and the filter that pairs passed
-    SET/scores/shards/<id>.npz    an input shard: `keys` (N,), `embeddings` (N, E) float16, `similarities` (N,) float32
+    SET/scores/shards/<id>.npz    an input shard: `keys` (JSON text of N), `embeddings` (N, E) float16,
+                                  `similarities` (N,) float32
     SET/scores/summary.json       figures of all shards
 """
 
