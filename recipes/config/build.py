@@ -63,6 +63,8 @@ def _check_kind(component: Component, built: Any) -> None:
             f"{component.target} returns {what}, and the group {component.group} needs an instance of {name} "
             f"({module}); see docs/extending.md"
         )
+    if component.group in ("image_encoder", "text_encoder"):
+        built.check_attributes()
     if component.group not in NAMED:
         return
     name = getattr(built, "name", None)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
@@ -18,6 +19,14 @@ from data.system.errors import WrongResult, one_line
 from data.system.log import log
 from recipes.models.family import NotInDiffusersError
 from recipes.models.sampling import DTYPES, Precision
+
+COUNT, NUMBER, TEXT, FUNCTION = "a whole number above 0", "a number", "a text", "a function"  # what attributes are
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    COUNT: lambda value: type(value) is int and value > 0,
+    NUMBER: lambda value: type(value) in (int, float) and math.isfinite(value),
+    TEXT: lambda value: isinstance(value, str),
+    FUNCTION: callable,
+}
 
 # A local folder, or a hub id of the form owner/name. The config layer checks that it is one of the two.
 ModelPath = str
@@ -73,10 +82,13 @@ class FrozenEncoder:
     """A frozen network on one device in one precision, with an fp32 copy on demand.
 
     Attributes:
+        needed: what `check_attributes` asks of a subclass, by the names of its attributes.
         id: a readable name: hub id or path, and which part of the model is used.
         weights_hash: see `weights_hash`.
         precision: number format in use: the requested one, except that fp16 becomes fp32 on a CPU.
     """
+
+    needed: ClassVar[dict[str, str]] = {}
 
     def __init__(self, load: Callable[[], nn.Module], id: str, precision: Precision) -> None:
         """
@@ -98,6 +110,21 @@ class FrozenEncoder:
         module = load()
         self.weights_hash = weights_hash(module)
         self.module = self._ready(module)
+
+    def check_attributes(self) -> None:
+        """Called when a component has built the encoder.
+
+        Raises:
+            ValueError: an attribute of a subclass is missing, or of another kind.
+        """
+        for name, kind in self.needed.items():
+            value = getattr(self, name, None)
+            if not _KINDS[kind](value):
+                problem = f"is {value!r:.60}" if hasattr(self, name) else "is missing"
+                raise ValueError(
+                    f"the attribute `{name}` of {type(self).__name__} ({type(self).__module__}) {problem}; "
+                    f"set it to {kind}"
+                )
 
     def to(self, device: str | torch.device) -> Self:
         """Move to a device and cast to the wanted precision. On a CPU fp16 becomes fp32, which is logged."""
@@ -191,6 +218,7 @@ class LatentEncoder(ImageEncoder):
         scaling_factor, shift_factor: normalised latent = (latent - shift) * scaling.
     """
 
+    needed = {"channels": COUNT, "downsample": COUNT, "scaling_factor": NUMBER, "shift_factor": NUMBER}
     kind = "latents"
     dtype = "float16"
     channels: int
@@ -254,6 +282,7 @@ class TokenEncoder(ImageEncoder):
         codes: size of the codebook.
     """
 
+    needed = {"codes": COUNT, "downsample": COUNT}
     kind = "tokens"
     dtype = "uint16"
     codes: int
@@ -335,6 +364,7 @@ class TextEncoder(FrozenEncoder, ABC):
         tokenize: list of captions -> int64 (B, length). It needs no network, so that worker processes can call it.
     """
 
+    needed = {"length": COUNT, "width": COUNT, "layer": TEXT, "tokenizer_id": TEXT, "tokenize": FUNCTION}
     length: int
     width: int
     layer: str

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from data.system.errors import WrongResult
+from recipes.config.build import build
+from recipes.config.values import Component
 from recipes.encoders.base import LatentEncoder, TextEncoder
 from recipes.models.family import NotInDiffusersError
 
@@ -31,6 +33,14 @@ class Characters(TextEncoder):
 
     def encode_tokens(self, tokens, exact=False):
         return self._network(exact)[0](tokens)
+
+
+def pool():
+    return Pool(lambda: torch.nn.Linear(1, 1), "pool", "fp32")
+
+
+def characters():
+    return Characters(lambda: torch.nn.Embedding(256, 2), "characters", "fp32")
 
 
 def test_encoders_of_ones_own_encode_and_are_none_of_diffusers():
@@ -69,3 +79,28 @@ def test_what_a_text_encoder_returns_is_checked(found, monkeypatch):
     message = r"^Characters.encode_tokens\(\) returns .* instead of a tensor \(2, 4, 2\) of floating-point numbers on"
     with pytest.raises(WrongResult, match=message):
         texts.encode(["a", "bcdef"])
+
+
+@pytest.mark.parametrize(
+    "kind, name, value, problem",
+    [
+        (Pool, "channels", None, "is missing; set it to a whole number above 0"),
+        (Pool, "downsample", 0, "is 0; set it to a whole number above 0"),
+        (Pool, "channels", 3.0, "is 3.0; set it to a whole number above 0"),
+        (Pool, "scaling_factor", "1", "is '1'; set it to a number"),
+        (Characters, "tokenizer_id", None, "is missing; set it to a text"),
+        (Characters, "tokenize", None, "is missing; set it to a function"),
+    ],
+)
+def test_an_attribute_that_is_missing_or_wrong_is_one_line(kind, name, value, problem, monkeypatch):
+    """It was an AttributeError in the midst of a job, or a TypeError of NumPy."""
+    group, builder = ("image_encoder", pool) if kind is Pool else ("text_encoder", characters)
+    component = Component(group, "mine", {}, f"{__name__}:{builder.__name__}", group)
+    assert isinstance(build(component), kind)
+    if value is None:
+        monkeypatch.delattr(kind, name)
+    else:
+        monkeypatch.setattr(kind, name, value)
+    line = f"{group}: the attribute `{name}` of {kind.__name__} ({__name__}) {problem}"
+    with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
+        build(component)
