@@ -76,9 +76,6 @@ PYTEST_ARGS ?=
 # Processes that run tests: one more than there are cores, since some tests wait for processes of their own. Each imports
 # what it needs, so more than four gain little. JOBS=0 runs them in one.
 JOBS ?= $(shell echo $$(( $$(nproc) + 1 )))
-# One thread, because the tensors of the tests are small and some tests start two ranks.
-test test-image test-stores: export OMP_NUM_THREADS ?= 1
-test test-image test-stores: export MKL_NUM_THREADS ?= 1
 
 # On a machine with a GPU, all tests run as on one without, and then those of the GPU. PYTEST_ARGS may select none (5).
 PYTEST := $(BIN)/python -m pytest -q -ra --durations=10 -n $(JOBS) --maxprocesses 4 --no-loadscope-reorder

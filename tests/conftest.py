@@ -25,6 +25,8 @@ from tests.ranks import do_not_wait_for_disks, start_server
 ROOT = Path(__file__).resolve().parents[1]
 # Data sets of streaming keep files open until the process ends: thousands in a suite, where 1,024 is a usual limit.
 resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+# Torch reads it when it is imported. With several threads, what a process that has computed forks would hang.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Each process that compiles would start a pool of processes that import torch, for kernels that take a second.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # To see whether vector instructions work, each would compile with them and start processes that import torch: 20 s.
