@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 from composer import Callback, DataSpec, Evaluator, Event, State, Trainer
+from composer.distributed import prepare_distributed
 from composer.loggers import Logger
 from composer.trainer import trainer as composer_trainer
 from composer.utils import FSDP2Config, dist, reproducibility
 from composer.utils import checkpoint as composer_checkpoint
 from composer.utils.compression import is_compressed_pt
 from composer.utils.file_helpers import is_tar
+from torch.distributed.fsdp.wrap import CustomPolicy
 
 from data.loading import Loading
 from data.remote.stores import scheme_of
@@ -99,6 +101,7 @@ def build_trainer(recipe: Recipe, change: Callable[[Parts], None] = lambda parts
     with (
         says_what_to_remove(Path(recipe.output, "checkpoints"), KINDS["composer"], recipe.checkpoints),
         own_data_parallel(parts.levers.average),
+        own_wrapping(),
         own_unpickling(parts.task, optimizer),
     ):
         trainer = new_trainer(recipe, place, parts, optimizer)
@@ -140,6 +143,21 @@ def own_data_parallel(averaged: bool) -> Iterator[None]:
         yield
     finally:
         composer_trainer.prepare_ddp_module = theirs
+
+
+@contextmanager
+def own_wrapping() -> Iterator[None]:
+    """A context in which Composer's Trainer shards no module: the levers of the `training` section have done so.
+
+    Composer's wrapping knows one number format for the whole model, and has no way to hand over a mesh. The attribute
+    by which a model can refuse it, `_fsdp_wrap`, is deprecated, of which Composer would warn each user.
+    """
+    theirs = prepare_distributed.generate_composer_model_policy
+    prepare_distributed.generate_composer_model_policy = lambda model: CustomPolicy(lambda module: False)
+    try:
+        yield
+    finally:
+        prepare_distributed.generate_composer_model_policy = theirs
 
 
 @contextmanager
@@ -243,7 +261,7 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts, optimizer: torch.opt
         optimizers=optimizer,
         schedulers=lambda state, ssr=1.0: parts.schedule(clock_of(state)),
         algorithms=as_algorithms(parts.levers, run, planner),
-        parallelism_config={"fsdp": fsdp_config(recipe, parts.task, start, planner)} if parts.divided else None,
+        parallelism_config={"fsdp": fsdp_config(recipe, start, planner)} if parts.divided else None,
         callbacks=[
             *(run_callback(callback, run, name) for name, callback in callbacks.items()),
             SaveEarly(run, callbacks.values(), saver, checkpoints),
@@ -306,18 +324,16 @@ def load_path_of(recipe: Recipe) -> str | None:
     return str(fetched(path, output))
 
 
-def fsdp_config(recipe: Recipe, task: torch.nn.Module, start: Path | None, planner: LoadPlanner) -> FSDP2Config:
+def fsdp_config(recipe: Recipe, start: Path | None, planner: LoadPlanner) -> FSDP2Config:
     """Composer's settings for a task that the levers of the `training` section divide.
 
     Composer loads checkpoints only in the form in which it saves them, so this form is at first that of `start`.
 
-    Composer's own wrapping knows one number format for the whole model, and has no way to hand over a mesh. It is told
-    to wrap nothing more, and does what remains: checkpoints and resumption.
+    Composer shards nothing (`own_wrapping`), and does what remains: checkpoints and resumption.
     """
     warnings.filterwarnings("ignore", message="FSDP2 Config/APIs are experimental")
     # Which PyTorch itself uses when it writes a sharded checkpoint.
     warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
-    task._fsdp_wrap = False  # read by Composer
     fsdp = recipe.training.fsdp
     if fsdp is None:
         return FSDP2Config(state_dict_type="full")

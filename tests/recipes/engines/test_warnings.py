@@ -35,3 +35,10 @@ def test_a_skipped_first_update_does_not_warn_of_the_order_of_steps(quick_recipe
         skipped = record(engine, recipe, Overflow())
     assert {moment.item() for name, moment in skipped.moments.items() if name.endswith(": step")} == {1}
     assert not [warning for warning in warned if "lr_scheduler.step()" in str(warning.message)]
+
+
+def test_a_model_that_levers_shard_does_not_warn_of_what_keeps_composer_from_it(quick_recipe, tmp_path):
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        record("composer", quick_recipe(tmp_path, "training={fsdp: {}, duration: 1ba}"))
+    assert not [warning for warning in warned if "_fsdp_wrap" in str(warning.message)]
