@@ -133,7 +133,9 @@ def _new_run(recipe: Recipe, place: Place, task: Task, epoch_batches: int | None
     # One value stands for all parameters, which have no memory.
     optimizer = build(recipe.optimizer, parameters=[nn.Parameter(torch.zeros(1))], task=task)
     check_step(optimizer)
-    return MetaRun(task, place.precision, optimizer, Clock(0, 0, 0, recipe.training.duration, epoch_batches))
+    run = MetaRun(task, place.precision, optimizer, Clock(0, 0, 0, recipe.training.duration, epoch_batches))
+    run.on_cpu = not place.use_gpu
+    return run
 
 
 def _prepare(recipe: Recipe, levers: list[Lever], run: MetaRun, devices: Devices) -> None:
@@ -159,6 +161,8 @@ def _quiet() -> Iterator[None]:
 
 class MetaRun(Run):
     """A run at its start, on the meta device. Nothing is trained or logged."""
+
+    on_cpu = False  # as the recipe asks for, see `_new_run`
 
     def __init__(self, task: Task, precision: Precision, optimizer: torch.optim.Optimizer, clock: Clock) -> None:
         self.task = self.module = task

@@ -83,6 +83,11 @@ class Run(ABC):
         return self.device.type == "cuda"
 
     @property
+    def on_cpu(self) -> bool:
+        """Whether the device is a CPU. A dry run, whose device is meta, says here what the run's will be."""
+        return self.device.type == "cpu"
+
+    @property
     def trained(self) -> list[nn.Parameter]:
         """The parameters that the optimizer updates: in each batch, looking for them in all modules takes too long."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]

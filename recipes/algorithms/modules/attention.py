@@ -72,11 +72,13 @@ class AttentionImplementation(Lever):
         self.implementation = implementation
 
     def check_machine(self, run: Run) -> None:
-        reason = why_not_xformers(run.on_gpu) if self.implementation == "xformers" else None
+        reason = why_not_xformers(run.on_gpu) if self.implementation == "xformers" and run.on_gpu else None
         if reason:
             raise ValueError(f"attention: xformers cannot run here ({reason}); use sdpa or auto")
 
     def change_modules(self, run: Run) -> None:
+        if self.implementation == "xformers" and run.on_cpu:
+            raise ValueError("attention: xformers' kernels need a GPU; use sdpa or auto")
         count, chosen = use_attention(run.task, self.implementation, run.on_gpu)
         log.info(f"attention: {chosen} in {count} blocks")
         run.log_settings({"attention": chosen})

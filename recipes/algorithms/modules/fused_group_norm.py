@@ -28,11 +28,9 @@ class FusedGroupNorms(Lever):
         self.when = when
         self.to_report = False
 
-    def check_machine(self, run: Run) -> None:
-        if self.when == "always" and not run.on_gpu:
-            raise ValueError("fused_group_norm: its kernels need a GPU; use auto, or remove the lever")
-
     def change_modules(self, run: Run) -> None:
+        if self.when == "always" and run.on_cpu:
+            raise ValueError("fused_group_norm: its kernels need a GPU; use auto, or remove the lever")
         check_norms(self.task)
         if run.on_gpu:
             count = fuse_group_norms(self.task, measured=self.when == "auto")

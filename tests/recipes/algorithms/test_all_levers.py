@@ -113,7 +113,6 @@ def low_precision_on_a_cpu(monkeypatch):
     plain = LatentDiffusion.forward
     monkeypatch.setattr(LatentDiffusion, "forward", forward)
     monkeypatch.setattr(LowPrecisionNorms, "change_modules", lower)
-    monkeypatch.setattr(FusedGroupNorms, "check_machine", lambda self, run: None)
     monkeypatch.setattr(FusedGroupNorms, "change_modules", fuse)
 
 

@@ -278,6 +278,12 @@ def test_what_another_machine_can_do(overrides, monkeypatch):
     check_on_meta(read("openmoji_unet", "training.device=auto", *overrides))
 
 
+@pytest.mark.parametrize("lever", ["attention, implementation: xformers", "fused_group_norm, when: always"])
+def test_what_no_cpu_can_do(lever):
+    with pytest.raises(ValueError, match="kernels need a GPU; use .*auto"):
+        check_on_meta(read("openmoji_unet", "training.device=cpu", f"algorithms.x={{name: {lever}}}"))
+
+
 @pytest.mark.parametrize("more", [[], ["training.fsdp={replicas: machines}"]])
 def test_powersgd_with_one_replica(more, monkeypatch):
     recipe = read("openmoji_dalle", "algorithms.x={name: powersgd, rank: 8, clip: 2}", "training.grad_clip=null", *more)

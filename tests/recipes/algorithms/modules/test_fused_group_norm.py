@@ -90,7 +90,7 @@ def test_nothing_to_fuse_is_an_error():
 def test_without_a_gpu(capsys):
     model = small_unet()
     with pytest.raises(ValueError, match="need a GPU; use auto"):
-        FusedGroupNorms(model, when="always").check_machine(FakeRun(model))
+        FusedGroupNorms(model, when="always").change_modules(FakeRun(model))
     lever = FusedGroupNorms(model)
     lever.change_modules(FakeRun(model))
     assert capsys.readouterr().out == "fused_group_norm: not used, its kernels need a GPU\n"
