@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,16 +16,9 @@ from torch import Tensor, nn
 
 from data.system.errors import WrongResult, one_line
 from data.system.log import log
+from recipes.encoders.contract import COUNT, FUNCTION, NUMBER, TEXT, check_attributes, check_result, described
 from recipes.models.family import NotInDiffusersError
 from recipes.models.sampling import DTYPES, Precision
-
-COUNT, NUMBER, TEXT, FUNCTION = "a whole number above 0", "a number", "a text", "a function"  # what attributes are
-_KINDS: dict[str, Callable[[Any], bool]] = {
-    COUNT: lambda value: type(value) is int and value > 0,
-    NUMBER: lambda value: type(value) in (int, float) and math.isfinite(value),
-    TEXT: lambda value: isinstance(value, str),
-    FUNCTION: callable,
-}
 
 # A local folder, or a hub id of the form owner/name. The config layer checks that it is one of the two.
 ModelPath = str
@@ -112,19 +104,8 @@ class FrozenEncoder:
         self.module = self._ready(module)
 
     def check_attributes(self) -> None:
-        """Called when a component has built the encoder.
-
-        Raises:
-            ValueError: an attribute of a subclass is missing, or of another kind.
-        """
-        for name, kind in self.needed.items():
-            value = getattr(self, name, None)
-            if not _KINDS[kind](value):
-                problem = f"is {value!r:.60}" if hasattr(self, name) else "is missing"
-                raise ValueError(
-                    f"the attribute `{name}` of {type(self).__name__} ({type(self).__module__}) {problem}; "
-                    f"set it to {kind}"
-                )
+        """Called when a component has built the encoder. Raises as `contract.check_attributes`."""
+        check_attributes(self, self.needed)
 
     def to(self, device: str | torch.device) -> Self:
         """Move to a device and cast to the wanted precision. On a CPU fp16 becomes fp32, which is logged."""
@@ -251,10 +232,11 @@ class LatentEncoder(ImageEncoder):
         shape = len(pixels), self.channels, *(side // self.downsample for side in pixels.shape[2:4])
         if not (isinstance(found, tuple | list) and len(found) == 2):
             raise WrongResult(
-                f"{type(self).__name__}.encode() returns {_given(found)}; return a tuple of the mean and the deviation"
+                f"{type(self).__name__}.encode() returns {described(found)}; "
+                "return a tuple of the mean and the deviation"
             )
         for part in found:
-            _check(f"{type(self).__name__}.encode()", part, shape, pixels.device)
+            check_result(self, "encode", part, shape, pixels.device)
         full_mean, full_std = found
         mean, std = full_mean.half(), full_std.half()
         m, s = mean.double().flatten(2), std.double().flatten(2)  # BC(hw), as stored
@@ -313,7 +295,7 @@ class TokenEncoder(ImageEncoder):
         for crop in range(pixels.shape[1]):  # one after another: the logits of one crop take several GB
             logits = self.logits(channels_first(pixels, crop), exact=exact)
             shape = len(pixels), self.codes, *(side // self.downsample for side in pixels.shape[2:4])
-            _check(f"{type(self).__name__}.logits()", logits, shape, pixels.device)
+            check_result(self, "logits", logits, shape, pixels.device)
             best, codes = logits.max(dim=1)  # Bhw; NaN wins
             finite &= best.isfinite().flatten(1).all(1)
             tokens.append(codes.flatten(1).int())
@@ -323,29 +305,6 @@ class TokenEncoder(ImageEncoder):
         """See `ImageEncoder.reconstruct`."""
         tokens = self.store(pixels[:, None]).arrays["tokens"][:, 0].long()
         return self.decode(tokens.unflatten(1, (pixels.shape[1] // self.downsample, -1)))
-
-
-def _check(what: str, found: object, shape: tuple[int, ...], device: torch.device) -> None:
-    """
-    Raises:
-        WrongResult: not a tensor of floating-point numbers of this shape on this device.
-    """
-    if (
-        not isinstance(found, Tensor)
-        or found.shape != shape
-        or not found.is_floating_point()
-        or found.device.type != device.type
-    ):
-        wanted = f"a tensor {shape} of floating-point numbers on {device.type}"
-        raise WrongResult(f"{what} returns {_given(found)} instead of {wanted}")
-
-
-def _given(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)} on {value.device.type}"
-    if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of {len(value)}"
-    return "None" if value is None else f"an instance of {type(value).__name__}"
 
 
 def channels_first(pixels: Tensor, crop: int) -> Tensor:
@@ -401,7 +360,7 @@ class TextEncoder(FrozenEncoder, ABC):
             WrongResult: it is something else than embeddings of these tokens.
         """
         found = self.encode_tokens(tokens, exact=exact)
-        _check(f"{type(self).__name__}.encode_tokens()", found, (len(tokens), self.length, self.width), tokens.device)
+        check_result(self, "encode_tokens", found, (len(tokens), self.length, self.width), tokens.device)
         return found
 
     @abstractmethod
