@@ -192,7 +192,7 @@ def draw(losses: dict[str, list[float]], window: int, path: Path) -> None:
         )
         points = smoothed(values, window)
         axes.plot(range(window, len(values) + 1), points, linewidth=1.2, label=name, **style)
-    axes.set(xlabel="batch", ylabel=f"training loss, nats per token (mean of {window} batches)")
+    axes.set(xlabel="batch", ylabel=f"training loss, nats per token\n(mean of {window} batches)")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     write_chart(figure, path)
