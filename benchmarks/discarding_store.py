@@ -24,6 +24,10 @@ class Discard(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
 
+    def do_HEAD(self) -> None:  # whether an object is there
+        self.send_response(404)
+        self.end_headers()
+
     def do_GET(self) -> None:
         self._answer(NONE)
 

@@ -169,7 +169,9 @@ class OutputSet:
         """Writes the options that the folder's values depend on, or compares them with those that are there.
 
         Raises:
-            ValueError: the folder holds values made with other options; the message names the first difference.
+            ValueError: the folder, or its copy, holds values made with other options; the message names the first
+                difference.
+            Outage: the store of the copy does not answer.
         """
         (self.out / "shards").mkdir(parents=True, exist_ok=True)
         path, wanted = self.out / OPTIONS, _as_json(options)
@@ -185,6 +187,10 @@ class OutputSet:
                 finally:
                     partial.unlink(missing_ok=True)
         self._compare(_read_json(path, remove=path), wanted)
+        # A set from another folder: its manifest would say how both were made until this job has uploaded all shards.
+        if self.copy is not None and (found := self.copy.read_object(OPTIONS)) is not None:
+            advice = "give another `upload`, or remove what is there"
+            self._compare(found, wanted, f"upload: {self.copy.address}", advice)
 
     def check(self, options: dict[str, Any]) -> None:
         """Compares some or all options with those that the folder's values were made with. Writes nothing.
@@ -206,7 +212,13 @@ class OutputSet:
             present = (shard for shard in self.shards if shard not in absent)
             yield from (self._done(shard)["options"] for shard in present if self.is_encoded(shard))
 
-    def _compare(self, found: dict[str, Any], options: dict[str, Any]) -> None:
+    def _compare(
+        self,
+        found: dict[str, Any],
+        options: dict[str, Any],
+        where: str | Path = "",
+        advice: str = "give another `out`, or delete the folder to encode again",
+    ) -> None:
         """Raises an error where options of the folder are not these, which are as JSON gives them back."""
         name = changed_option(found, options)
         if name is not None:
@@ -214,8 +226,8 @@ class OutputSet:
             value = EARLIER_RESAMPLING if earlier else found.get(name)
             finish = "finish it with that version, " if earlier else ""
             raise ValueError(
-                f"{self.out}: holds values made with {name} {value}, this job has {options.get(name)}; "
-                f"{finish}give another `out`, or delete the folder to encode again"
+                f"{where or self.out}: holds values made with {name} {value}, this job has {options.get(name)}; "
+                f"{finish}{advice}"
             )
 
     def publish(self, shard: str, rank: int) -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from data.remote.downloads import advice, ask_again, store_error
+from data.remote.downloads import advice, ask_again, fetch, is_refused, store_error
 from data.remote.stores import STORES, Store, check_environment, open_store, scheme_of
 from data.system.errors import one_line
-from data.system.files import write_text
+from data.system.files import read_object, write_text
 from data.system.helper_process import HelperProcess
 from data.system.log import every_rank
 
@@ -45,6 +45,28 @@ class Copy:
         """Whether a folder of this set is in the copy."""
         marker = folder / MARKER
         return marker.is_file() and marker.read_text(encoding="utf-8") == self.address
+
+    def read_object(self, name: str) -> dict[str, Any] | None:
+        """The JSON object in a small file of the copy; None: there is none, or the credential only allows to write.
+
+        Raises:
+            ValueError: it holds something else.
+            Outage: the store does not answer.
+        """
+        address = f"{self.address}/{name}"
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, name)
+            try:
+                fetch(address, path, timeout=120.0)
+            except Exception as error:  # each store's client has its own errors, without a common base class
+                if is_refused(error):
+                    return None
+                line = f"upload: {address} cannot be read ({one_line(error)}); {advice(error)}"
+                raise store_error(line, error) from error
+            try:
+                return read_object(path)
+            except ValueError as error:
+                raise ValueError(f"upload: {address}: damaged ({error}); give another `upload`, or remove it") from None
 
     def add(self, folder: Path, place: str, names: Iterable[str]) -> None:
         """Upload files of a folder, one after the other, then mark the folder.

@@ -120,6 +120,17 @@ def test_a_copy_that_a_bucket_refused_is_made_at_the_next_start(bucket, job, enc
     assert [path.stat().st_mtime_ns for path in sorted(encoded.rglob("*.mds"))] == times  # nothing is encoded again
 
 
+def test_a_set_that_was_made_otherwise_is_not_mixed_with_another(bucket, job, encoded, tmp_path, capsys):
+    """Its manifest would stand beside shards of both."""
+    from precompute.encode import main
+
+    with pytest.raises(SystemExit) as ended:
+        main([str(job), f"out={tmp_path}", "upscale=true"])
+    refusal = "upload: s3://sets/latents/train: holds values made with upscale False, this job has True; give another"
+    assert ended.value.code == 2 and refusal in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.mds"))  # nothing is encoded, or uploaded
+
+
 EMA = "algorithms.scheduled_ema={name: scheduled_ema, decay: 0.9, start: 2ba}"
 RUN = ["data.resolution=16", "training.duration=8ba", EMA]
 
