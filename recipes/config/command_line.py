@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import re
@@ -88,7 +89,13 @@ def fail(lines: list[str], status: int = 2) -> None:
 
 
 def path_of(text: str) -> Path:
-    """A path of the command line, as the type of its argument: shells do not expand the ~ of `--out=~/grid.png`."""
+    """A path of the command line, as the type of its argument: shells do not expand the ~ of `--out=~/grid.png`.
+
+    Raises:
+        ArgumentTypeError: it is the address of a store, of which a folder `s3:` would be made here.
+    """
+    if "://" in text:
+        raise argparse.ArgumentTypeError(f"{text} is remote; give a path on this machine, and copy from or to it")
     return Path(os.path.expanduser(text))
 
 

@@ -95,6 +95,8 @@ class Evaluation:
         self.metrics, self.blur = list(self.metrics), list(self.blur)
         self.out = os.path.expanduser(self.out)
         lines = []
+        if "://" in self.out:
+            lines.append(f"out: {self.out} is remote; give a local folder, and copy that")
         if not self.metrics:
             lines.append("metrics: empty; name at least one")
         if self.extractor.kind == "contrastive" and self.extractor.path is None:

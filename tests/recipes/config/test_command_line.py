@@ -1,5 +1,6 @@
 """The scripts as processes: help and mistakes are answered in lines, from any folder, without importing torch."""
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 from data.system.errors import WrongResult, noted
 from data.system.files import write_text
 from precompute.config import EncodeConfig
-from recipes.config.command_line import groups_of, help_text, read_command_line, user_errors
+from recipes.config.command_line import groups_of, help_text, path_of, read_command_line, user_errors
 from recipes.config.recipe import Recipe, load_config
 from tests.disks import small_files
 
@@ -24,6 +25,15 @@ def run(script, *arguments, folder):
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert "Traceback" not in done.stderr
     return done.returncode, done.stdout, done.stderr
+
+
+def test_an_address_is_no_path(capsys):
+    """A folder `s3:` below the current one would take what is meant for a store."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=path_of)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--out", "s3://bucket/grid.png"])
+    assert "--out: s3://bucket/grid.png is remote; give a path on this machine" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ METRICS = ["fid", "kid", "precision_recall", "inception_score", "clip_score"]
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"out": "s3://bucket/x"}, "out: s3://bucket/x is remote; give a local folder"),
         ({"metrics": []}, "metrics: empty"),
         ({"extractor": Extractor(kind="contrastive")}, "extractor.path: missing"),
         ({"extractor": Extractor(kind="contrastive", path="x")}, "inception_score needs classes"),
