@@ -115,7 +115,7 @@ class EncodeConfig:
             scheme = self.upload.partition("://")[0]
             known = ", ".join(f"{name}://" for name in UPLOADED)
             require(scheme in UPLOADED, f"upload: {self.upload}: nothing uploads to {scheme}://; give {known}, or null")
-            form = malformed(self.upload) if scheme in UPLOADED else None
+            form = malformed(self.upload, streamed=True) if scheme in UPLOADED else None
             require(form is None, f"upload: {self.upload}; {form}")
         errors += source_errors(self.sources, "{name: tars, urls: ...}")
         require(bool(sizes) and min(sizes) > 0, f"resolutions: {sizes}; give at least one, in pixels")

@@ -164,7 +164,7 @@ def remote_set(
     if scheme and scheme not in READ:
         known = ", ".join(f"{name}://" for name in READ)
         raise ValueError(f"url: {url}: nothing reads from {scheme}://; give {known}, or a path")
-    if scheme in STORES and (problem := malformed(url)):
+    if scheme in STORES and (problem := malformed(url, streamed=True)):
         raise ValueError(f"url: {url}; {problem}")
     check_environment(url)
     options = {

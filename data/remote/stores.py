@@ -28,12 +28,19 @@ def scheme_of(address: str) -> str:
     return address.partition("://")[0] if "://" in address else ""
 
 
-def malformed(address: str) -> str | None:
-    """What is wrong with the form of an address, such as `give s3://BUCKET/FOLDER`; None: nothing that is seen here."""
+def malformed(address: str, streamed: bool = False) -> str | None:
+    """What is wrong with the form of an address, such as `give s3://BUCKET/FOLDER`; None: nothing that is seen here.
+
+    Args:
+        address: of a folder.
+        streamed: whether mosaicml-streaming reads from it, too.
+    """
     scheme = scheme_of(address)
     container = "/[^/]+" if scheme == "azure" else ""
     if re.fullmatch(rf"[a-z0-9-]+://[^/]+{container}(/.*)?", address):
-        return None
+        # It drops such a slash, and takes ? and # for the ends of a path: it would look for other objects.
+        odd = streamed and re.search(rf"://[^/]+{container}//|//$|[?#]", address)
+        return "give it with single slashes, and without ? and #" if odd else None
     return f"give {FORMS.get(scheme, 'an address such as s3://BUCKET/FOLDER')}"
 
 
