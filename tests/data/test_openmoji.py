@@ -181,10 +181,13 @@ def test_a_folder_of_somebody_else_is_left_alone(tmp_path):
     assert (tmp_path / "mine" / "thesis.txt").is_file()
 
 
-@pytest.mark.parametrize("arguments", [{"size": 8}, {"limit": 0}, {"shard_size": 0}, {"workers": 0}, {"choice": "x"}])
+@pytest.mark.parametrize(
+    "arguments",
+    [{"size": 8}, {"limit": 0}, {"shard_size": 0}, {"workers": 0}, {"choice": "x"}, {"out": "s3://bucket/tars"}],
+)
 def test_arguments_are_checked(arguments, tmp_path):
-    with pytest.raises(ValueError, match="--"):
-        build(tmp_path / "out", **arguments)
+    with pytest.raises(ValueError, match=f"--{next(iter(arguments)).replace('_', '-').replace('choice', 'set')} is"):
+        build(**({"out": tmp_path / "out"} | arguments))
 
 
 def test_as_a_script(tmp_path):

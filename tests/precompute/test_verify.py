@@ -313,5 +313,8 @@ def test_a_folder_that_is_no_set_says_what_to_give(copy, tmp_path, capsys):
         main([f"{folder}/trian"])
     assert capsys.readouterr().err == f"error: {folder}/trian: no such folder\n"
     with pytest.raises(SystemExit):
+        main(["s3://bucket/latents/train"])
+    assert "s3://bucket/latents/train: remote; copy the set to this machine" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
         main([str(copy)])
     assert "give the YAML of the job" in capsys.readouterr().err

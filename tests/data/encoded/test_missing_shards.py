@@ -21,7 +21,7 @@ from tests.data.encoded.test_dataset import BATCH, write
     ("problem", "said"),
     [
         ("local", r"data: .*local/.*: not there, and the set has no remote address; copy or make the set again"),
-        ("store", r"data: .*; start again when the store answers, and see .*"),
+        ("store", r"data: [^;]*; see whether the address is right .*"),
         ("outage", r"data: .*: timed out; start again when the store answers, and see .*"),
         ("disk", r"data: .*/cache/\S+: No space left on device; make room there, and start the same command again"),
         ("damage", r"data: .*: Checksum failure: .*; copy or make the set again"),
