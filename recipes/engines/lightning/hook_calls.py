@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,6 +14,20 @@ from recipes.engines.lightning.run import LightningRun
 from recipes.engines.metrics import Figure, figures_of
 from recipes.engines.parts import Parts
 from recipes.training.clock import Interval
+
+
+def stops_nothing(step: Callable[..., None]) -> Callable[..., None]:
+    """A method that Lightning's loops call. They take a StopIteration for the end of the data, so that one of a hook or
+    a model, such as of a `next()`, would end the run as if it were complete."""
+
+    @wraps(step)
+    def called(*args: Any, **kwargs: Any) -> None:
+        try:
+            step(*args, **kwargs)
+        except StopIteration as error:
+            raise RuntimeError("a hook or the model raised StopIteration") from error
+
+    return called
 
 
 class HookCalls:
@@ -103,6 +118,7 @@ class BetweenBatches(pl.Callback):
 
     # --- batches -------------------------------------------------------------------------------
 
+    @stops_nothing
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: dict[str, Tensor], batch_idx: int
     ) -> None:
@@ -113,6 +129,7 @@ class BetweenBatches(pl.Callback):
         self._hooks.call("batch_start")
         self._log_time()
 
+    @stops_nothing
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -153,6 +170,7 @@ class BetweenBatches(pl.Callback):
         trainer.training = True
         trainer._logger_connector._first_loop_iter = first
 
+    @stops_nothing
     def on_validation_batch_start(
         self,
         trainer: pl.Trainer,

@@ -12,7 +12,7 @@ from torch import Tensor
 from data.loading import Batch, Loading
 from recipes.engines.generators import seed_all
 from recipes.engines.lightning.data import EvalBatches, RunBatches
-from recipes.engines.lightning.hook_calls import BetweenBatches, HookCalls
+from recipes.engines.lightning.hook_calls import BetweenBatches, HookCalls, stops_nothing
 from recipes.engines.lightning.run import LightningRun
 from recipes.engines.parts import Parts
 from recipes.models.task import losses_of
@@ -91,6 +91,7 @@ class TaskModule(pl.LightningModule):
 
     # --- steps ---------------------------------------------------------------------------------
 
+    @stops_nothing
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         """One optimizer step."""
         run = self._run
@@ -156,6 +157,7 @@ class TaskModule(pl.LightningModule):
         figures = {f"loss/train/{name}": value for name, value in means.items()}
         self._run.log(figures | {"trainer/device_train_microbatch_size": size})
 
+    @stops_nothing
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Evaluate a batch of a validation set."""
         loading = list(self._parts.evals.values())[dataloader_idx]
