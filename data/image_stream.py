@@ -15,7 +15,7 @@ from data.loading import Placement
 from data.sources.base import DecodedSample, Rejected, Sample, Source, samples_of, shards_of
 from data.sources.filters import Filter, decoded
 from data.system.disk_errors import disk_error, disk_line
-from data.system.errors import Outage, WorkersError, WrongResult, one_line
+from data.system.errors import Outage, WorkersError, WrongResult, with_place
 from data.system.log import log
 from data.tokenizers.clip_words import bound
 from data.transforms import Crop, resize_and_crop, side_needed
@@ -215,7 +215,7 @@ class ImageStream(IterableDataset):
         except (OSError, ValueError) as error:
             of_disk = disk_error(error)
             kind = NotAnswered if isinstance(error, Outage | ConnectionError) else NotRead
-            raise kind(one_line(error) if of_disk is None else disk_line(of_disk)) from error
+            raise kind(with_place(error) if of_disk is None else disk_line(of_disk)) from error
 
     def _decode(
         self, shard: str, number: int, sample: Sample | Rejected, rng: np.random.Generator

@@ -1,5 +1,6 @@
 """Errors of libraries and of worker processes, in the words of one line."""
 
+import dis
 import re
 import traceback
 from collections.abc import Iterator
@@ -47,10 +48,21 @@ def one_line(error: BaseException) -> str:
     return text if text and isinstance(error, OSError | ValueError) else f"{type(error).__name__} {text}".strip()
 
 
-def raised_at(error: BaseException) -> str:
-    """The file and the line that raised an error."""
+def is_raised(error: BaseException) -> bool:
+    """Whether a `raise` raised an error. Its text then says what is wrong; that of an operation, such as of `int("x")`
+    or of two arrays that do not fit, says nothing without the line of the operation."""
+    frame = error.__traceback__
+    while frame.tb_next is not None:
+        frame = frame.tb_next
+    return dis.opname[frame.tb_frame.f_code.co_code[frame.tb_lasti]] == "RAISE_VARARGS"
+
+
+def with_place(error: BaseException) -> str:
+    """`one_line` of an error that may be a bug of somebody's own code, with its file and line unless the text alone
+    says what is wrong."""
+    text_says = isinstance(error, OSError | ValueError) and (type(error) is not ValueError or is_raised(error))
     place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{place.filename}, line {place.lineno}"
+    return one_line(error) + ("" if text_says else f" ({place.filename}, line {place.lineno})")
 
 
 def first_line(error: BaseException) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from data.sources.base import Rejected, Sample, Source, samples_of
-from data.system.errors import Outage, WrongResult, one_line, raised_at
+from data.system.errors import Outage, WrongResult, with_place
 from precompute.output.claims import begun_shards
 from precompute.output.output_set import UNREADABLE, OutputSet
 from precompute.output.problems import Problem
@@ -41,9 +41,8 @@ def read_samples(source: Source, shard: str) -> Iterator[Sample | Rejected]:
     except MemoryError as error:
         raise MemoryError(f"while input shard {shard} was read") from error
     except Exception as error:  # libraries that read files have errors of their own
-        # Other errors, such as a KeyError, may be bugs of a source of one's own, and nothing shows their traceback.
-        place = "" if isinstance(error, OSError | ValueError) else f" ({raised_at(error)})"
-        raise Unreadable(Problem(one_line(error) + place, isinstance(error, Outage | ConnectionError))) from error
+        # With its place, as it may be a bug of a source of one's own, and nothing shows the traceback.
+        raise Unreadable(Problem(with_place(error), isinstance(error, Outage | ConnectionError))) from error
 
 
 def not_done(output: OutputSet) -> tuple[int, dict[str, Problem]]:

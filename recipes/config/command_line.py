@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from data.system.disk_errors import disk_error, disk_line
-from data.system.errors import Outage, WrongResult, visible
+from data.system.errors import Outage, WrongResult, is_raised, visible
 from recipes.config.entry_points import all_components, packages
 from recipes.config.recipe import load_config, to_yaml
 from recipes.config.schema import Parameter, read_section, readable_keys, subsections
@@ -131,9 +131,9 @@ def user_errors() -> Iterator[None]:
     except WrongResult as error:
         fail([error.line])  # of worker processes, too
     except (ValueError, ConnectionError) as error:
-        # Python's own kinds of them, such as UnicodeDecodeError, are bugs.
+        # Python's own kinds of them, such as UnicodeDecodeError, and those that no `raise` raised are bugs.
         own = type(error) in (ValueError, ConnectionError) or type(error).__module__.startswith(("data.", "recipes."))
-        if not own or _from_a_library(error):
+        if not own or _from_a_library(error) or not is_raised(error):
             raise
         # Schedulers start a job again after 1, and not after 2.
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))

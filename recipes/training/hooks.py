@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import wraps
 from typing import Any, TypeVar
 
 from recipes.training.run import Run
@@ -101,6 +102,20 @@ class Hooks:
 
         A lever copies the tensors that it keeps beyond `begin`, as these may lie in the checkpoint's file.
         """
+
+
+def stops_nothing(step: Callable[..., None]) -> Callable[..., None]:
+    """A method in which a loop of an engine's library calls hooks or the model. Such loops take a StopIteration, such
+    as of a `next()` in a hook, for the end of the data, so that the run would end as if it were complete, or never."""
+
+    @wraps(step)
+    def called(*args: Any, **kwargs: Any) -> None:
+        try:
+            step(*args, **kwargs)
+        except StopIteration as error:
+            raise RuntimeError("a hook or the model raised StopIteration") from error
+
+    return called
 
 
 def by_names_of_states(labelled: Iterable[tuple[str, Kind]]) -> dict[str, Kind]:

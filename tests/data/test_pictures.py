@@ -352,6 +352,17 @@ def test_a_source_that_cannot_be_read_is_an_error_of_one_line(workers, error, li
     assert type(found.value) is ValueError and re.fullmatch(line, str(found.value))
 
 
+def test_the_place_of_an_operation_that_fails_is_said():
+    """Such as of a source of one's own that takes the text of a file for a number."""
+
+    class Counting(Numbered):
+        def read(self, shard):
+            yield int("many")
+
+    with pytest.raises(ValueError, match=r"^invalid literal .*: 'many' \(.*test_pictures.py, line \d+\)$"):
+        next(iter(load(Counting(1, 1))))
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_a_filter_returns_is_checked(workers):
     """What is no sample was left out, without a word."""

@@ -15,7 +15,7 @@ from recipes.engines.composer.callback_states import packed, unpacked
 from recipes.engines.composer.load_planner import LoadPlanner
 from recipes.engines.composer.run import ComposerRun
 from recipes.training.callback import Callback
-from recipes.training.hooks import Hooks
+from recipes.training.hooks import Hooks, stops_nothing
 from recipes.training.lever import Lever
 from recipes.training.levers import Levers
 
@@ -54,6 +54,7 @@ class RunLevers(Algorithm):
     def match(self, event: Event, state: State) -> bool:
         return event in HOOKS or event in (Event.INIT, Event.BEFORE_LOAD)
 
+    @stops_nothing
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.INIT:
             self.run.attach(state, logger)
@@ -120,6 +121,7 @@ class _RunCallback(ComposerCallback):
     callback: Callback
     run: ComposerRun
 
+    @stops_nothing
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         if event in HOOKS:
             getattr(self.callback, HOOKS[event])(self.run)

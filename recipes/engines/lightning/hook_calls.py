@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,20 +13,7 @@ from recipes.engines.lightning.run import LightningRun
 from recipes.engines.metrics import Figure, figures_of
 from recipes.engines.parts import Parts
 from recipes.training.clock import Interval
-
-
-def stops_nothing(step: Callable[..., None]) -> Callable[..., None]:
-    """A method that Lightning's loops call. They take a StopIteration for the end of the data, so that one of a hook or
-    a model, such as of a `next()`, would end the run as if it were complete."""
-
-    @wraps(step)
-    def called(*args: Any, **kwargs: Any) -> None:
-        try:
-            step(*args, **kwargs)
-        except StopIteration as error:
-            raise RuntimeError("a hook or the model raised StopIteration") from error
-
-    return called
+from recipes.training.hooks import stops_nothing
 
 
 class HookCalls:

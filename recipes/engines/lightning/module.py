@@ -12,10 +12,11 @@ from torch import Tensor
 from data.loading import Batch, Loading
 from recipes.engines.generators import seed_all
 from recipes.engines.lightning.data import EvalBatches, RunBatches
-from recipes.engines.lightning.hook_calls import BetweenBatches, HookCalls, stops_nothing
+from recipes.engines.lightning.hook_calls import BetweenBatches, HookCalls
 from recipes.engines.lightning.run import LightningRun
 from recipes.engines.parts import Parts
 from recipes.models.task import losses_of
+from recipes.training.hooks import stops_nothing
 from recipes.training.microbatches import samples_of, split
 from recipes.training.ranks import all_reduce, rank, world_size
 from recipes.training.transfer import HostCopy

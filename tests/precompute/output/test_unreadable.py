@@ -60,6 +60,13 @@ def test_errors_of_the_shard_and_of_the_program_are_told_apart(error, raised, sa
     assert getattr(found.value, "__notes__", []) == notes
 
 
+def test_the_place_of_an_operation_that_fails_is_said():
+    """Such as of a source of one's own that takes the text of a file for a number."""
+    source = SimpleNamespace(read=lambda shard: iter([int(shard)]))
+    with pytest.raises(Unreadable, match=r"^invalid literal .*: 'a' \(.*test_unreadable.py, line \d+\)$"):
+        list(read_samples(source, "a"))
+
+
 def test_what_the_consumer_raises_is_no_error_of_the_shard():
     samples = read_samples(SimpleNamespace(read=lambda shard: iter([SAMPLE, SAMPLE])), "00")
     with pytest.raises(ValueError, match="a full disk"):

@@ -166,6 +166,9 @@ def test_errors_that_a_user_can_mend_have_no_traceback(tmp_path, capsys):
         raise ValueError("mine: a score of 11")
     assert capsys.readouterr().err == "error: mine: a score of 11 (Mine.decode() of the sample 'k')\n"
 
+    with pytest.raises(ValueError, match="unpack"), user_errors():  # which says nothing without its line
+        one, other = "abc"
+
     with pytest.raises(BrokenPipeError), user_errors():
         raise BrokenPipeError(32, "Broken pipe")
 
