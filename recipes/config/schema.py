@@ -76,6 +76,13 @@ def nearest(word: Any, allowed: Iterable[str]) -> str:
     return f"allowed: {', '.join(allowed)}" if allowed else "nothing is allowed here"
 
 
+def missing_package(name: Any) -> str:
+    """The beginning of a hint for the unknown name of a component, if it is one of a package (`PACKAGE.NAME`)."""
+    if not isinstance(name, str) or "." not in name:
+        return ""
+    return f"no package {quoted(name.partition('.')[0])} that has it is installed; "
+
+
 # --- reading signatures --------------------------------------------------------------------------------------------
 
 
@@ -289,7 +296,8 @@ class Checker:
             return None
         name = value["name"]
         if not isinstance(name, str) or name not in builders:
-            self.fail(f"{path}.name", f"unknown {group} {quoted(name)}; {nearest(name, builders)}")
+            hint = missing_package(name) + nearest(name, builders)
+            self.fail(f"{path}.name", f"unknown {group} {quoted(name)}; {hint}")
             return None
         args = {key: item for key, item in value.items() if key != "name"}
         try:

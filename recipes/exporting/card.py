@@ -70,9 +70,16 @@ def model_card(export: Path, layout: str, out: str, guidance: float | None) -> s
     if named is not None:
         snippet = SNIPPETS[named].format(folder=out, guidance=guidance or 0.0)
         lines += ["```python", snippet.rstrip(), "```", ""]
-        lines += [CHECKOUT, ""] if named != "diffusers" else []
+        lines += [CHECKOUT + _of_packages(record), ""] if named != "diffusers" else []
     lines += ["| | |", "| --- | --- |", *(f"| {name} | {_cell(value)} |" for name, value in facts.items()), ""]
     return "\n".join(lines)
+
+
+def _of_packages(record: dict[str, Any]) -> str:
+    """Which packages must be installed there: those whose components the model has."""
+    named = (str(record[group]) for group in ("denoiser", "objective") if group in record)
+    packages = sorted({name.partition(".")[0] for name in named if "." in name})
+    return f" There, {' and '.join(map(_cell, packages))} must be installed, too." if packages else ""
 
 
 def _of_manifest(manifest: Manifest) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from data.encoded.manifest import Manifest
 from data.system.garbage_collection import rare_searches
 from recipes.config.build import encoders_of, imported
 from recipes.config.entry_points import all_components
+from recipes.config.schema import missing_package
 from recipes.models.config_files import read_object
 from recipes.models.family import ExportParts, Family
 
@@ -147,7 +148,8 @@ def component_class(group: str, name: str) -> type:
     """
     builders = all_components()[group]
     if not isinstance(name, str) or name not in builders:
-        raise ValueError(f"unknown {group} {name!r}; this version knows {', '.join(builders)}")
+        known = ", ".join(builders)
+        raise ValueError(f"unknown {group} {name!r}; {missing_package(name)}this version knows {known}")
     builder = imported(builders[name])
     return builder if isinstance(builder, type) else typing.get_type_hints(builder)["return"]
 

@@ -105,6 +105,12 @@ def test_a_folder_of_the_checkout_does_not_hide_a_package(package, tmp_path, mon
     assert source_code.source_file("of_tests.inner.norms") == folder / "inner" / "norms.py"
 
 
+def test_the_package_of_a_component_that_is_not_there_is_named():
+    """As in a recipe or an export of somebody who has it."""
+    with pytest.raises(ConfigError, match="^callbacks.n.name: .*; no package 'of-tests' that has it is installed; al"):
+        read("callbacks.n={name: of-tests.norm}")
+
+
 def test_a_name_of_this_repository_cannot_be_taken(package):
     package("[precompose.callback]\nexport = of_tests.inner.norms:Norm\n")
     assert read("callbacks.n={name: export}").callbacks["n"].target == "callbacks.export:Export"

@@ -246,6 +246,7 @@ def test_exports_of_before_their_record_named_the_family(tmp_path, export):
         ({"network": None}, "network None is not the name of a folder"),
         ({"objective": "os"}, "unknown objective 'os'; this version knows ddpm"),
         ({"denoiser": "os"}, "unknown denoiser 'os'; this version knows unet, dit"),
+        ({"denoiser": "mine.net"}, "unknown denoiser 'mine.net'; no package 'mine' that has it is installed; this ver"),
         ({"denoiser": ["unet"]}, "unknown denoiser ['unet']; this version knows unet, dit"),
         ({"resolution": "16"}, "export.json: resolution is '16', not a whole number of 1 or more"),
         ({"resolution": 0}, "export.json: resolution is 0, not a whole number of 1 or more"),
