@@ -119,9 +119,17 @@ def check_out(path: Path) -> None:
 def user_errors() -> Iterator[None]:
     """Exit with one line, without a traceback, on errors that a user can correct: ValueError, FileNotFoundError,
     ConnectionError (a server that does not answer), and those of disks that are full, read-only or the like
-    (`data.system.disk_errors`), and on a lack of memory. Ctrl-C is one line, too, with status 130."""
+    (`data.system.disk_errors`), and on a lack of memory. Ctrl-C is one line, too, with status 130.
+
+    An exit with status 0 from inside, such as by `sys.exit()` in a hook, is an error with a traceback: who started the
+    command would take the work for done.
+    """
     try:
         yield
+    except SystemExit as error:
+        if error.code:
+            raise
+        raise RuntimeError("sys.exit() was called before the end; raise an error there that says why") from error
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)

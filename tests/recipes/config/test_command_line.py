@@ -12,6 +12,7 @@ from data.system.files import write_text
 from precompute.config import EncodeConfig
 from recipes.config.command_line import groups_of, help_text, path_of, read_command_line, user_errors
 from recipes.config.recipe import Recipe, load_config
+from recipes.training.stop import StartAgain
 from tests.disks import small_files
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -171,6 +172,12 @@ def test_errors_that_a_user_can_mend_have_no_traceback(tmp_path, capsys):
 
     with pytest.raises(BrokenPipeError), user_errors():
         raise BrokenPipeError(32, "Broken pipe")
+
+    for code in (None, 0):
+        with pytest.raises(RuntimeError, match=r"sys\.exit\(\) was called before the end"), user_errors():
+            sys.exit(code)
+    with pytest.raises(SystemExit, match="85"), user_errors():
+        raise StartAgain
 
     with small_files(1), pytest.raises(SystemExit) as left, user_errors():
         write_text(tmp_path / "a.json", "long")
