@@ -24,7 +24,6 @@ class Destination(LoggerDestination):
             loggers: of the run.
         """
         self._loggers = loggers
-        self._finished = False
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         self._loggers.log(metrics, step or 0)
@@ -39,9 +38,10 @@ class Destination(LoggerDestination):
         self._loggers.log_images(name, images, step or 0)
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """The run is finished: Composer calls loggers after all callbacks, and not if one of them fails."""
-        self._finished = True
+        """The run is finished: Composer calls loggers after all callbacks, and not if one of them fails. An error of a
+        logger ends the run here; one of `close`, Composer would only print."""
+        self._loggers.close("FINISHED")
 
     def close(self, state: State, logger: Logger) -> None:
         """Composer closes at the end of the process, too, whatever has ended it."""
-        self._loggers.close("FINISHED" if self._finished else "KILLED" if stop.stopped() else "FAILED")
+        self._loggers.close("KILLED" if stop.stopped() else "FAILED")

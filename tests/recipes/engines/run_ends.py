@@ -28,7 +28,8 @@ from recipes.engines.logs.wandb_writer import WandBWriter
 from recipes.training import stop
 from recipes.training.callback import Callback
 
-WAYS = ("end", "again", "signal", "error", "error at the end", "last copy fails", "does not begin")
+LOGGER_FAILS = "a logger fails at the end"
+WAYS = ("end", "again", "signal", "error", "error at the end", "last copy fails", LOGGER_FAILS, "does not begin")
 
 
 class Ends(Callback):
@@ -55,8 +56,8 @@ def fail(*arguments):
 class Tracker(WandBWriter):
     """Writes the status into a file."""
 
-    def __init__(self, path):
-        self.path = path
+    def __init__(self, path, fails=False):
+        self.path, self.fails = path, fails
 
     def figures(self, *arguments):
         """Nothing."""
@@ -66,6 +67,8 @@ class Tracker(WandBWriter):
     def close(self, status):
         with self.path.open("a") as file:
             file.write(f"{status}\n")
+        if self.fails:
+            raise RuntimeError("on purpose")
 
 
 def train(recipe, how, statuses):
@@ -75,7 +78,7 @@ def train(recipe, how, statuses):
     ends = Ends(how)
 
     def change(parts):
-        parts.loggers.append(lambda: Tracker(statuses))
+        parts.loggers.append(lambda: Tracker(statuses, fails=how == LOGGER_FAILS))
         parts.callbacks["ends"] = ends
 
     trainers.build_trainer = functools.partial(trainers.build_trainer, change=change)

@@ -21,6 +21,7 @@ ENDS = {
     "error": ("FAILED", 1),
     "error at the end": ("FAILED", 1),
     "last copy fails": ("FAILED", 1),
+    "a logger fails at the end": ("FINISHED", 1),  # which has a status already, where it can still be written
     "does not begin": ("FAILED", 1),
 }
 
