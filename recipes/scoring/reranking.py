@@ -60,6 +60,7 @@ class Reranker:
             rows = getattr(getattr(self.network, "text", self.network), "vocab_size", 0)
             check_vocabulary(f"{key}: {folder}", self.tokenize, rows)
         self.device = device
+        self.named = f"{key}: {name}"
         visual = self.network.visual
         size = visual.image_size
         self.size = (size, size) if isinstance(size, int) else tuple(size)
@@ -94,14 +95,21 @@ class Reranker:
         """Embeddings (N, E) float32 of length 1, of images (N, H, W, 3) uint8."""
         parts = (torch.from_numpy(images[i : i + batch]).to(self.device) for i in range(0, len(images), batch))
         found = [self.network.encode_image(self._prepare(pixels), normalize=True) for pixels in parts]  # (B, E) each
-        return torch.cat(found).float().cpu().numpy()
+        return self._finite(torch.cat(found))
 
     @torch.no_grad()
     def embed_captions(self, captions: list[str], batch: int = 64) -> np.ndarray:
         """Embeddings (N, E) float32 of length 1, of N captions."""
         parts = (self.tokenize(captions[i : i + batch]).to(self.device) for i in range(0, len(captions), batch))
         found = [self.network.encode_text(texts, normalize=True) for texts in parts]  # (B, E) each
-        return torch.cat(found).float().cpu().numpy()
+        return self._finite(torch.cat(found))
+
+    def _finite(self, embeddings: Tensor) -> np.ndarray:
+        """Embeddings as an array. Without numbers, no caption would fit an image better than its own, and the first
+        candidate would be the best."""
+        if not embeddings.isfinite().all():
+            raise ValueError(f"{self.named}: gives embeddings that are not finite; check its weights")
+        return embeddings.float().cpu().numpy()
 
     def _prepare(self, pixels: Tensor) -> Tensor:
         """Images uint8 (B, H, W, 3) to the input of the image tower, (B, 3, h, w) float32."""

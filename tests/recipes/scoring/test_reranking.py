@@ -1,12 +1,14 @@
 """The best of several candidates per caption."""
 
 import json
+import re
 import shutil
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from data.tokenizers.clip_library import open_clip
 from recipes.scoring import reranking
@@ -98,6 +100,19 @@ def test_scores_are_the_similarities_of_open_clips_own_embeddings(clip_folder):
     assert np.ptp(expected) > 0.01
     for batch in (2, 64):
         np.testing.assert_allclose(reranker.scores(captions, images, batch), expected, atol=1e-5)
+
+
+def test_embeddings_that_are_not_finite_are_refused(clip_folder, tmp_path):
+    """By their similarities, which compare as false, each image would find its own caption."""
+    shutil.copytree(clip_folder, tmp_path, dirs_exist_ok=True)
+    (weights,) = tmp_path.glob("*.safetensors")
+    save_file({name: torch.full_like(tensor, torch.nan) for name, tensor in load_file(weights).items()}, weights)
+    reranker = reranking.Reranker(str(tmp_path), "cpu", "--retrieval")
+    says = re.escape(f"--retrieval: {tmp_path}: gives embeddings that are not finite; check its weights")
+    with pytest.raises(ValueError, match=says):
+        reranker.embed_captions(["a star"])
+    with pytest.raises(ValueError, match=says):
+        reranker.embed_images(np.zeros((1, *reranker.size, 3), np.uint8))
 
 
 def test_images_of_another_size_are_resized_as_pillow_does_it(clip_folder):
