@@ -68,8 +68,8 @@ class DiffusionPipeline:
             resolution: side of the images in pixels; None: that of training.
 
         Raises:
-            ValueError: an unknown sampler, a batch or steps below 1, a guidance that is NaN or too large, or a
-                resolution that does not fit the denoiser.
+            ValueError: an unknown sampler, a batch or steps below 1, a guidance that is NaN or too large, a resolution
+                that does not fit the denoiser, or latents that are not finite, such as of a denoiser that overflows.
         """
         resolution = self.resolution if resolution is None else resolution
         unit = self.manifest.downsample * self.denoiser.grid_multiple
@@ -96,6 +96,12 @@ class DiffusionPipeline:
                     steps,
                     guidance,
                     sampler=sampler,
+                )
+            lost = int((~latents.isfinite().flatten(1).all(1)).sum())
+            if lost:  # they would be black
+                raise ValueError(
+                    f"{lost} of {len(latents)} images are not finite in {self.precision}; use precision fp32, a "
+                    "guidance nearer to 1, or other weights"
                 )
             images.append(to_uint8(self.image_encoder.decode(latents)))
             progress.say(min(start + batch, len(captions)))

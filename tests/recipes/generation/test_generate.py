@@ -132,6 +132,16 @@ def test_half_precision(tmp_path, export):
     assert full.shape == half.shape and 0 < np.abs(full.astype(int) - half).mean() < 8
 
 
+def test_pictures_that_overflow_are_refused(tmp_path, export, capsys):
+    """They would be black, and their scores those of black pictures."""
+    shutil.copytree(export, tmp_path / "export")
+    (weights,) = (tmp_path / "export" / "unet").glob("*.safetensors")
+    save_file({name: 1000 * tensor for name, tensor in load_file(weights).items()}, weights)
+    command_line = command(tmp_path / "export", tmp_path / "grid.png", "--precision", "fp16")
+    assert "3 of 3 images are not finite in fp16; use precision fp32, " in refuse(command_line, capsys)
+    assert not (tmp_path / "grid.png").exists()
+
+
 def test_checkpoints_are_not_unpickled(tmp_path, exported, capsys):
     checkpoint = Path(exported[0].output, "checkpoints", "ep2-ba14-rank0.pt")
     error = refuse(command(checkpoint, tmp_path / "x.png"), capsys)
