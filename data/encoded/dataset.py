@@ -64,7 +64,8 @@ class EncodedDataset(FetchingDataset):
         arguments: of StreamingDataset.
 
     Raises:
-        ValueError: see `column_readers` and StreamingDataset; an `Outage` where a store does not answer.
+        ValueError: see `column_readers` and StreamingDataset; an `Outage` where a store does not answer; or a stream
+            has no part in an epoch.
     """
 
     @rare_searches()  # a set may have a million files, each with some objects
@@ -83,6 +84,13 @@ class EncodedDataset(FetchingDataset):
             except ValueError as error:  # streaming's own checks, such as of the size of the cache
                 kind = Outage if isinstance(error, Outage) else ValueError
                 raise kind(f"data: {one_line(error)}") from None
+        for stream in self.streams:
+            if not stream.choose:  # streaming rounds
+                raise ValueError(
+                    f"data: {stream.local}: none of its samples would ever be read, as its part of the "
+                    f"{int(self.epoch_size)} samples of an epoch is below one; raise its proportion or `repeat`, or "
+                    "epoch_size, or remove the stream"
+                )
         self._batching, self.batching_method = self.batching_method, "ahead"
         self._next_order = NextOrder()
         self.weighted = weighted

@@ -224,6 +224,12 @@ def test_streams_mix_by_their_proportions(latent_sets, load, stored):
     assert counts.tolist() == [2] * 6 and repeated.samples == 12
 
 
+def test_a_stream_of_which_nothing_would_be_read_is_refused(latent_sets, load):
+    few = local_set(path=str(latent_sets / "val"), repeat=0.1)
+    with pytest.raises(ValueError, match=r"^data: .*/val: none of its samples would ever be read, as its part "):
+        load(streams={"many": local_set(path=str(latent_sets / "train")), "few": few})
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
