@@ -17,6 +17,7 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 from data.system.locks import held
 from data.system.log import log
 from data.system.threads import set_default_threads
+from data.system.user_name import set_user_name
 from precompute.config import EncodeConfig, source_options
 from recipes.config.command_line import print_once, read_command_line, user_errors
 
@@ -25,6 +26,7 @@ def main(arguments: list[str]) -> None:
     command = read_command_line(arguments, EncodeConfig, __doc__)
     config: EncodeConfig = command.config
     set_default_threads(spare=max(1, config.workers))
+    set_user_name()
     with user_errors():
         from data.sources.base import shards_of
         from data.system.ranks import Rank

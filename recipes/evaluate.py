@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
 from data.system.threads import set_default_threads
+from data.system.user_name import set_user_name
 from recipes.config.command_line import fail
 from recipes.evaluation import command, retrieval_command
 
@@ -39,4 +40,5 @@ def main(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     set_default_threads()
+    set_user_name()
     main(sys.argv[1:])

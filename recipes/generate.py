@@ -16,6 +16,7 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 
 from data.system.errors import visible
 from data.system.threads import set_default_threads
+from data.system.user_name import set_user_name
 from recipes.config.command_line import check_out, fail, path_of, user_errors
 from recipes.generation.exports import family_of, find_export, find_network, load_pipeline
 from recipes.generation.options import add_options, candidates_of, own_options
@@ -93,4 +94,5 @@ def main(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     set_default_threads()
+    set_user_name()
     main(sys.argv[1:])

@@ -18,6 +18,7 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 from data.system.garbage_collection import rare_searches
 from data.system.log import log
 from data.system.threads import set_default_threads
+from data.system.user_name import set_user_name
 from recipes.checking.finding import raise_errors
 from recipes.checking.machine import cheap_checks
 from recipes.checking.recipe import cheap_recipe_checks
@@ -67,4 +68,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     set_default_threads()
+    set_user_name()
     main()
