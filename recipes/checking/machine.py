@@ -8,6 +8,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -30,6 +31,7 @@ def cheap_checks() -> Iterator[Finding]:
     """What every run is checked for when it starts."""
     yield open_files()
     yield shared_memory()
+    yield temporary_files()
     yield threads()
 
 
@@ -192,6 +194,14 @@ def shared_memory(folder: Path = stale.MEMORY) -> Finding:
             f"{size_text(left)} free in {folder}: start the container with --shm-size=8g or --ipc=host",
         )
     return Finding("ok", "shared memory", f"{size_text(left)} free in {folder}")
+
+
+def temporary_files() -> Finding:
+    """The folder that libraries write into: some end with errors of their own where there is none."""
+    try:
+        return Finding("ok", "temporary files", f"in {tempfile.gettempdir()}")
+    except FileNotFoundError as error:
+        return Finding("error", "temporary files", f"{error.strerror}: set TMPDIR to a folder that can be written")
 
 
 def stale_memory(clear: bool, folder: Path = stale.MEMORY) -> Finding:

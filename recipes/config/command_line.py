@@ -134,6 +134,8 @@ def user_errors() -> Iterator[None]:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     except FileNotFoundError as error:
+        if (error.strerror or "").startswith("No usable temporary directory"):
+            fail([f"{error.strerror}: set TMPDIR to a folder that can be written"])
         of_system = error.filename is not None
         fail([f"{os.fspath(error.filename)}: there is no such file or folder" if of_system else str(error)])
     except WrongResult as error:

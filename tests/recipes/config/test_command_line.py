@@ -3,6 +3,7 @@
 import argparse
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from data.system.errors import WrongResult, noted
 from data.system.files import write_text
 from precompute.config import EncodeConfig
+from recipes.checking.machine import temporary_files
 from recipes.config.command_line import groups_of, help_text, path_of, read_command_line, user_errors
 from recipes.config.recipe import Recipe, load_config
 from recipes.training.stop import StartAgain
@@ -135,6 +137,17 @@ def test_help_lists_what_a_config_can_hold():
     assert list(groups_of(EncodeConfig)) == ["source", "filter", "image_encoder", "text_encoder"]
     assert {"denoiser", "stream", "source"} < set(groups_of(Recipe))
     assert "image_encoder" not in groups_of(Recipe)
+
+
+def test_without_a_folder_for_temporary_files(monkeypatch, capsys):
+    """As in containers whose root is read-only."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/self", "/sys"])
+    with pytest.raises(SystemExit) as left, user_errors():
+        tempfile.gettempdir()
+    text = "No usable temporary directory found in ['/proc/self', '/sys']: set TMPDIR to a folder that can be written"
+    assert (left.value.code, capsys.readouterr().err) == (2, f"error: {text}\n")
+    assert str(temporary_files()).endswith(f"temporary files: {text}") and temporary_files().level == "error"
 
 
 def test_errors_that_a_user_can_mend_have_no_traceback(tmp_path, capsys):
