@@ -20,7 +20,7 @@ from data.system.log import log
 from data.system.threads import set_default_threads
 from data.system.user_name import set_user_name
 from recipes.checking.finding import raise_errors
-from recipes.checking.machine import cheap_checks
+from recipes.checking.machine import cheap_checks, launcher
 from recipes.checking.recipe import cheap_recipe_checks
 from recipes.config.command_line import print_once, read_command_line, user_errors
 from recipes.config.recipe import Recipe
@@ -44,7 +44,7 @@ def main() -> None:
                 check_on_meta(recipe)
                 print_once(describe_run(recipe, command.missing))
             return
-        for warning in raise_errors((*cheap_checks(), *cheap_recipe_checks(recipe))):
+        for warning in raise_errors((launcher(), *cheap_checks(), *cheap_recipe_checks(recipe))):
             log.warning(str(warning))
         with stop_signals():
             with rare_searches():

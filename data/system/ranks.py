@@ -38,7 +38,10 @@ class Rank:
             values[name] = int(text)
         rank, world, local = values.values()
         if rank >= world:
-            raise ValueError(f"RANK is {rank} of WORLD_SIZE {world} in the environment: ranks count from 0")
+            raise ValueError(
+                f"RANK is {rank} of WORLD_SIZE {world} in the environment: ranks count from 0; unset both "
+                "if another job has left them"
+            )
         return cls(rank, world, local)
 
     def share(self, items: list[Item]) -> list[Item]:

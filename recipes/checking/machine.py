@@ -15,12 +15,16 @@ from pathlib import Path
 
 from data.cost import size_text
 from data.encoded import stale_memory as stale
+from data.system.ranks import Rank
 from recipes.checking.finding import Finding
 from recipes.config.source_code import ROOT
 
 # Each MDS shard that is read, and each worker's socket, takes a file descriptor.
 FILES = 4096
 SHARED_BYTES = 1 << 30  # for streaming's state of a data set, and for batches that data workers hand over
+# What a launcher sets for a run of one process, and what processes need to meet where it sets anything else.
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "0"}
+MEETING = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # The oldest driver that runs a major version of CUDA (NVIDIA, "CUDA Compatibility", minor version compatibility).
 DRIVERS = {11: 450, 12: 525, 13: 580}
 LOCKS = ("requirements.lock", "requirements-torch211.lock")
@@ -43,6 +47,7 @@ def machine_checks(clear: bool = False) -> Iterator[Finding]:
     """
     yield python()
     yield packages()
+    yield launcher()
     yield gpu()
 
     from recipes.checking.attention_kernels import attention  # imports torch, and xformers where there is a GPU
@@ -172,6 +177,25 @@ def _why_not(driver: str, cuda: str | None) -> str:
 def _runs(architecture: str, capability: tuple[int, int]) -> bool:
     match = re.fullmatch(r"sm_(\d+)(\d)a?", architecture)
     return match is not None and int(match[1]) == capability[0] and int(match[2]) <= capability[1]
+
+
+def launcher() -> Finding:
+    """Whether the variables of a launcher are complete: a shell may still have some of another job.
+
+    Raises:
+        ValueError: one is not a number, or RANK is not below WORLD_SIZE.
+    """
+    Rank.from_environment()
+    other = [f"{name}={os.environ[name]}" for name, value in ALONE.items() if os.environ.get(name, value) != value]
+    missing = [name for name in MEETING if not os.environ.get(name)]
+    if other and missing:
+        return Finding(
+            "error",
+            "launcher",
+            f"{', '.join(other)} in the environment, without {', '.join(missing)}: start all processes by torchrun, "
+            "composer or cluster/launch.py, or unset what another job has left",
+        )
+    return Finding("ok", "launcher", ", ".join(other) or "one process")
 
 
 def open_files() -> Finding:

@@ -8,7 +8,16 @@ import pytest
 
 from recipes import doctor
 from recipes.checking import machine
-from recipes.checking.machine import load, open_files, packages, shared_memory, threads
+from recipes.checking.machine import (
+    ALONE,
+    MEETING,
+    launcher,
+    load,
+    open_files,
+    packages,
+    shared_memory,
+    threads,
+)
 
 
 @pytest.fixture
@@ -48,6 +57,32 @@ def test_this_environment_is_that_of_its_lock():
 def test_open_files(monkeypatch, limit, level):
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
     assert open_files().level == level
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({}, "one process"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, "one process"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK=1, WORLD_SIZE=2"),
+        ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1 in the environment, without RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT: "),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "WORLD_SIZE=2 in the environment, without MASTER_ADDR"),
+    ],
+)
+def test_variables_that_another_job_has_left(monkeypatch, variables, text):
+    for name in (*ALONE, *MEETING):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert launcher().text.startswith(text)
+    assert launcher().level == ("error" if "without" in text else "ok")
+
+
+def test_a_rank_that_another_job_has_left(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(ValueError, match="RANK is 1 of WORLD_SIZE 1 .*unset both"):
+        launcher()
 
 
 def test_shared_memory(tmp_path, monkeypatch):

@@ -111,6 +111,16 @@ def test_dry_run_collects_missing_paths(tmp_path, monkeypatch):
     ]
 
 
+def test_training_does_not_begin_with_variables_that_another_job_has_left(tmp_path, monkeypatch):
+    (tmp_path / "a.tar").touch()
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    inputs = [f"{part}.source.urls={tmp_path}/a.tar" for part in ("data", "evals.val")]
+    status, _, errors = run(TRAIN, VAE, *inputs, folder=tmp_path)
+    assert status == 2 and errors.startswith("error: launcher: LOCAL_RANK=1 in the environment, without RANK, ")
+
+
 def test_the_resolved_config_is_printed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     arguments = [f"{ROOT}/yamls/sd2_base.yaml", "--print-config", "seed=3"]
