@@ -20,6 +20,10 @@ class _StandardOutput(logging.StreamHandler):
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))
 
+    def emit(self, record: logging.LogRecord) -> None:
+        if sys.stdout is not None:  # it is None where the process was started without one (>&-)
+            super().emit(record)
+
     @property
     def stream(self) -> TextIO:
         return sys.stdout

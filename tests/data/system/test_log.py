@@ -1,5 +1,7 @@
 """The first rank speaks, the others do not."""
 
+import sys
+
 import pytest
 
 from data.system.log import log
@@ -24,3 +26,10 @@ def test_a_text_of_a_file_does_not_command_the_terminal(capsys):
     visible = r"\x1b[2J\x1b]0;title\x07\r\u202eok\x9b2J"
     found = capsys.readouterr()
     assert (found.out, found.err) == (f"{visible}\n\tcaf\xe9\n", f"error: {visible}\n")
+
+
+def test_without_a_standard_output_lines_are_lost(monkeypatch, capsys):
+    """As of a process that was started with >&-."""
+    monkeypatch.setattr(sys, "stdout", None)
+    log.info("a line")
+    assert capsys.readouterr().err == ""
