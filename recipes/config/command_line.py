@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import re
 import sys
@@ -124,6 +125,8 @@ def user_errors() -> Iterator[None]:
     An exit with status 0 from inside, such as by `sys.exit()` in a hook, is an error with a traceback: who started the
     command would take the work for done.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # paths and captions may have characters that its encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         yield
     except SystemExit as error:

@@ -1,6 +1,7 @@
 """The scripts as processes: help and mistakes are answered in lines, from any folder, without importing torch."""
 
 import argparse
+import io
 import subprocess
 import sys
 import tempfile
@@ -147,6 +148,15 @@ def test_help_lists_what_a_config_can_hold():
     assert list(groups_of(EncodeConfig)) == ["source", "filter", "image_encoder", "text_encoder"]
     assert {"denoiser", "stream", "source"} < set(groups_of(Recipe))
     assert "image_encoder" not in groups_of(Recipe)
+
+
+def test_a_terminal_that_lacks_the_characters_of_a_path(monkeypatch):
+    """With PYTHONIOENCODING=ascii, or in a locale of another encoding."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    with user_errors():
+        print("wrote /\u8d64/grid.png", flush=True)
+    assert written.getvalue() == b"wrote /\\u8d64/grid.png\n"
 
 
 def test_without_a_folder_for_temporary_files(monkeypatch, capsys):
