@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import json
 import os
@@ -105,14 +106,17 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
     Its files are on the disk before it has its name. The old folder, where there is one, is removed only after that.
     What processes that were killed have left beside it is removed first, or gets the name if that was all that it
-    lacked: only one process at a time writes a folder. Errors of the disk name `path`.
+    lacked. Of two processes that write it at the same time, the last one wins; on file systems whose folders cannot be
+    locked, such as NFS, the first one fails. Errors of the disk name `path`.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     aside = path.with_name(f".{path.name}.old.{os.getpid()}")
     with about(path, partial):
         _recover(path)
         partial.mkdir(parents=True)
+        lock = os.open(partial, os.O_RDONLY)
         try:
+            _in_use(lock)
             yield partial
             for file in partial.rglob("*.safetensors"):  # safetensors 0.8 lets only their owner read them
                 file.chmod(partial.stat().st_mode & 0o666)
@@ -125,6 +129,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
                 aside.rename(path)
             _remove(partial)
             _remove(aside)
+            os.close(lock)
 
 
 def _recover(path: Path) -> None:
@@ -134,11 +139,38 @@ def _recover(path: Path) -> None:
         for part in path.parent.glob(f".{glob.escape(path.name)}.*")
         if re.fullmatch(r"(old\.)?\d+", part.name.removeprefix(f".{path.name}."))
     }
+    for name, part in [*left.items()]:
+        if _is_written(part):
+            del left[name]
+            left.pop(f"old.{name}", None)
     for name, old in left.items():
         if name.startswith("old.") and not path.exists():  # killed between the two renames: the new one is complete
             left.get(name.removeprefix("old."), old).rename(path)
     for part in left.values():
         _remove(part)
+
+
+def _is_written(partial: Path) -> bool:
+    """Whether a process that lives writes a folder."""
+    try:
+        folder = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:  # it has just been renamed, or is not a folder
+        return False
+    try:
+        return _in_use(folder)
+    finally:
+        os.close(folder)
+
+
+def _in_use(folder: int) -> bool:
+    """Whether another process has the lock of an open folder, which this one otherwise takes until it closes it."""
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # the file system has no such locks
+        pass
+    return False
 
 
 def _remove(path: Path) -> None:

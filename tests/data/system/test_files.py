@@ -131,6 +131,20 @@ def test_a_kill_between_two_renames_or_after_them_costs_no_folder(tmp_path, rena
     assert list(tmp_path.iterdir()) == [folder]
 
 
+def test_a_process_that_writes_the_same_folder_is_not_taken_for_a_killed_one(tmp_path):
+    """The last one wins, as of files."""
+    folder = tmp_path / "export"
+    with atomic_folder(folder) as partial:
+        if not (child := os.fork()):
+            with atomic_folder(folder) as other:
+                (other / "first").touch()
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert [file.name for file in folder.iterdir()] == ["first"]
+        (partial / "last").touch()
+    assert [file.name for file in folder.iterdir()] == ["last"] and list(tmp_path.iterdir()) == [folder]
+
+
 def test_a_link_that_a_killed_process_has_not_named_is_no_obstacle(tmp_path):
     """In containers, processes get the same numbers again."""
     (tmp_path / f".latest.{os.getpid()}").symlink_to("ep0-ba1.ckpt")
