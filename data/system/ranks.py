@@ -28,15 +28,18 @@ class Rank:
         """Reads RANK, WORLD_SIZE and LOCAL_RANK, as launchers set them.
 
         Raises:
-            ValueError: one of them is not a number, or RANK is not below WORLD_SIZE.
+            ValueError: one of them or LOCAL_WORLD_SIZE, which others read, is not a number, RANK is not below
+                WORLD_SIZE, or LOCAL_WORLD_SIZE is 0.
         """
         values = {}
-        for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
+        for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")):
             text = os.environ.get(name) or default
             if not text.isdecimal():
                 raise ValueError(f"{name} is {text!r} in the environment: expected a number")
             values[name] = int(text)
-        rank, world, local = values.values()
+        rank, world, local, beside = values.values()
+        if not beside:
+            raise ValueError("LOCAL_WORLD_SIZE is 0 in the environment: expected 1 or more; unset it")
         if rank >= world:
             raise ValueError(
                 f"RANK is {rank} of WORLD_SIZE {world} in the environment: ranks count from 0; unset both "

@@ -19,8 +19,9 @@ def set_default_threads(spare: int = 1) -> None:
             thread, and the others spin meanwhile: a thread that shares its core with another process delays all
             (`benchmarks/threads.py`). At least one thread remains.
     """
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks - spare)))
+    text = os.environ.get("LOCAL_WORLD_SIZE") or "1"
+    ranks = int(text) if text.isdecimal() else 1  # `Rank.from_environment` says what is wrong with it
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // max(ranks, 1) - spare)))
 
 
 @contextmanager

@@ -20,7 +20,8 @@ def eight_cores(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "spare", "threads"), [(None, 1, 7), (None, 0, 8), (2, 1, 3), (3, 0, 2), (8, 1, 1), (20, 0, 1), ("", 9, 1)]
+    ("ranks", "spare", "threads"),
+    [(None, 1, 7), (None, 0, 8), (2, 1, 3), (3, 0, 2), (8, 1, 1), (20, 0, 1), ("", 9, 1), (0, 1, 7), ("x", 1, 7)],
 )
 def test_cores_are_divided_among_the_processes(monkeypatch, ranks, spare, threads):
     if ranks is not None:

@@ -79,9 +79,13 @@ def test_a_lack_of_memory_ends_the_job_and_gives_no_shard_up(workers):
 
 
 def test_environment(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     assert Rank.from_environment() == Rank(0, 1, 0)
+    for text in ("0", "x"):  # the variables are of commands, whose threads are set before errors can be told
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
+        with pytest.raises(ValueError, match=f"LOCAL_WORLD_SIZE is '?{text}"):
+            Rank.from_environment()
     monkeypatch.setenv("WORLD_SIZE", "many")
     with pytest.raises(ValueError, match="WORLD_SIZE is 'many'"):
         Rank.from_environment()
