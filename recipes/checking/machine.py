@@ -195,6 +195,9 @@ def launcher() -> Finding:
             f"{', '.join(other)} in the environment, without {', '.join(missing)}: start all processes by torchrun, "
             "composer or cluster/launch.py, or unset what another job has left",
         )
+    port = os.environ.get("MASTER_PORT") or "1"
+    if other and not (re.fullmatch("[0-9]{1,5}", port) and int(port) < 1 << 16):
+        return Finding("error", "launcher", f"MASTER_PORT is {port!r} in the environment: expected a port's number")
     return Finding("ok", "launcher", ", ".join(other) or "one process")
 
 

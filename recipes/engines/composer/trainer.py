@@ -46,6 +46,7 @@ from recipes.engines.counts import Counts, in_present_batches
 from recipes.engines.data_parallel import data_parallel
 from recipes.engines.generators import check_position
 from recipes.engines.logs.loggers import RunLoggers
+from recipes.engines.meeting import LIMIT, meeting
 from recipes.engines.parts import Parts, Place, build_parts
 from recipes.engines.record import keep_record
 from recipes.engines.resuming import check_form, saved_for, says_what_to_remove, start_of
@@ -87,7 +88,8 @@ def build_trainer(recipe: Recipe, change: Callable[[Parts], None] = lambda parts
     use_gpu = Place.of(recipe, 1).use_gpu
     if "GROUP_RANK" in os.environ:  # torchrun's name for what Composer calls NODE_RANK
         os.environ.setdefault("NODE_RANK", os.environ["GROUP_RANK"])
-    dist.initialize_dist("gpu" if use_gpu else "cpu", timeout=600.0)
+    with meeting():
+        dist.initialize_dist("gpu" if use_gpu else "cpu", timeout=LIMIT)
     reproducibility.seed_all(recipe.seed)  # the same initial weights on every rank
     place = Place.of(recipe, dist.get_local_world_size())
     parts = build_parts(recipe, place, "composer")
@@ -280,7 +282,7 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts, optimizer: torch.opt
         precision=place.precision if place.use_gpu else "fp32",  # see `ComposerRun.use_precision`
         device_train_microbatch_size=parts.microbatch,
         seed=recipe.seed,
-        dist_timeout=600.0,
+        dist_timeout=LIMIT,
     )
     for generators in (trainer._rng_state or [])[dist.get_global_rank() :][:1]:
         check_position(generators)

@@ -8,7 +8,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-TIMEOUT = timedelta(seconds=600)
+from recipes.engines.meeting import LIMIT, meeting
+
+TIMEOUT = timedelta(seconds=LIMIT)
 # What a launcher would set for the one process of a machine, and for the one of a run.
 OF_MACHINE = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "NODE_RANK": "0", **OF_MACHINE}
@@ -33,7 +35,8 @@ def start_process_group(use_gpu: bool) -> None:
     if alone:
         dist.init_process_group(backend, store=dist.HashStore(), world_size=1, rank=0)
     else:
-        dist.init_process_group(backend, timeout=TIMEOUT)
+        with meeting():
+            dist.init_process_group(backend, timeout=TIMEOUT)
 
 
 def local_rank() -> int:
