@@ -84,7 +84,8 @@ def main(arguments: list[str]) -> int:
             if (folder / PACKED).is_file():
                 return 0 if _verify_packed(folder, options, rest[1:]) else 1
             sets = sorted(str(file.parent) for name in (MANIFEST, PACKED) for file in folder.glob(f"*/{name}"))
-            fail([f"{folder}: not an encoded set, it has no {MANIFEST}{f'; give {sets[0]}' if sets else ''}"])
+            give = f"; give {sets[0]}" if sets else ""
+            fail([f"{folder}: not an encoded set, or not finished: it has no {MANIFEST}{give}"])
         if not (folder / CONFIG).is_file():
             fail([f"{folder}: no {CONFIG} in it; give the YAML of the job that encoded the set"])
         label = folder.name

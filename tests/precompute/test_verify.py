@@ -307,7 +307,7 @@ def test_a_folder_that_is_no_set_says_what_to_give(copy, tmp_path, capsys):
         (folder / "config.yaml").write_text("run_name: of a training run")
         with pytest.raises(SystemExit):
             main([str(folder)])
-        assert capsys.readouterr().err == f"error: {folder}: not an encoded set, it has no {text}\n"
+        assert capsys.readouterr().err == f"error: {folder}: not an encoded set, or not finished: it has no {text}\n"
     (copy / "config.yaml").unlink()
     with pytest.raises(SystemExit):
         main([f"{folder}/trian"])

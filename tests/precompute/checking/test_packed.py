@@ -103,7 +103,7 @@ def test_faults_of_compressed_files_name_them(text_sets, tmp_path, capsys):
 
 def test_what_packed_texts_cannot_be_asked_is_said(text_sets, capsys):
     for arguments, line in [
-        ([text_sets], f"not an encoded set, it has no manifest.json; give {text_sets}/captions"),
+        ([text_sets], f"not an encoded set, or not finished: it has no manifest.json; give {text_sets}/captions"),
         ([text_sets / "docs" / "config.yaml"], "a job of precompute/pack.py; give the folder of one of its sets"),
         ([text_sets / "docs", "--records=3"], f"--records: {text_sets}/docs is a set of packed texts"),
         ([text_sets / "docs", "--seed=0"], f"--seed: {text_sets}/docs is a set of packed texts"),
