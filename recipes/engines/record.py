@@ -18,6 +18,7 @@ from data.encoded.manifest import Manifest
 from data.loading import Loading
 from data.system.files import atomic_folder, read_object, write_json, write_text
 from data.system.log import log
+from data.tokenizers.vocabulary_files import VOCABULARY as COPY
 from recipes.config.build import build_on_meta, import_builder
 from recipes.config.differences import Difference, differences
 from recipes.config.recipe import Recipe, load_config, to_yaml
@@ -207,7 +208,7 @@ def _encoded(data: Loading) -> dict[str, Any]:
     if data.samples is not None:
         found[SAMPLES] = data.samples
     if data.vocabulary is not None:
-        found[VOCABULARY] = hashlib.sha256(data.vocabulary.read_bytes()).hexdigest()
+        found[VOCABULARY] = _hash(data.vocabulary)
     return found
 
 
@@ -294,16 +295,24 @@ def check_encoders(recipe: Recipe, data: Loading, evals: Mapping[str, Loading]) 
 
 
 def _warn_of_other_encoders(export: Path, data: Loading) -> None:
-    """A line if the weights of an export were trained on what other encoders made than those of the data. A pipeline of
-    diffusers is not compared: its encoders have other names, or another form, and so other hashes."""
-    if data.manifest is None or not all((export / name).is_file() for name in ("export.json", MANIFEST)):
+    """A line if the weights of an export were trained on what other encoders made than those of the data, or with
+    another vocabulary. A pipeline of diffusers is not compared: its encoders have other names, or another form, and so
+    other hashes."""
+    if not (export / "export.json").is_file():
         return
-    then, now = Manifest.read(export).encoders(), data.manifest.encoders()
-    changed = [f"{name} was {then[name]}, is {value}" for name, value in now.items() if then.get(name, value) != value]
-    if changed:
+    if data.manifest is not None and (export / MANIFEST).is_file():
+        then, now = Manifest.read(export).encoders(), data.manifest.encoders()
+        others = [f"{name} was {then[name]}, is {now[name]}" for name in now if then.get(name, now[name]) != now[name]]
+        if others:
+            log.warning(
+                f"{export / MANIFEST}: the weights were trained on data that other encoders made: {'; '.join(others)}; "
+                "they have to learn it anew"
+            )
+    copy = export / COPY
+    if data.vocabulary is not None and copy.is_file() and _hash(copy) != _hash(data.vocabulary):
         log.warning(
-            f"{export / MANIFEST}: the weights were trained on data that other encoders made: {'; '.join(changed)}; "
-            "they have to learn it anew"
+            f"{copy}: the weights were trained with another vocabulary than {data.vocabulary}; they have to learn its "
+            "tokens anew"
         )
 
 
@@ -314,6 +323,10 @@ def _compare_vocabularies(key: str, loading: Loading, expected: str, of: str) ->
             f"{key}: the vocabulary {loading.vocabulary} (sha256 {found}) is not that {of} ({expected}): the model "
             "would read other tokens; restore its file"
         )
+
+
+def _hash(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def _compare(manifest: Manifest, expected: dict[str, Any], what: str) -> None:

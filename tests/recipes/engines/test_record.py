@@ -326,6 +326,22 @@ def test_weights_that_were_trained_on_latents_of_another_vae_are_warned_of(
     assert f"{said}{then}" in capsys.readouterr().out
 
 
+def test_weights_that_were_trained_with_another_vocabulary_are_warned_of(quick_recipe, tmp_path, capsys):
+    export, other = tmp_path / "export", tmp_path / "other.json"
+    export.mkdir()
+    (export / "export.json").write_text("{}")
+    (export / "vocabulary.json").write_text("then")
+    other.write_text("then")
+    recipe = quick_recipe(tmp_path / "new", f"checkpoints.load_weights={export}")
+    data = SimpleNamespace(manifest=None, vocabulary=other, samples=None)
+    check_encoders(recipe, data, {})
+    assert not capsys.readouterr().out
+    other.write_text("now")  # with as many entries
+    check_encoders(recipe, data, {})
+    said = f"{export}/vocabulary.json: the weights were trained with another vocabulary than {other}; they have to "
+    assert said in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("text", ["{", "[1]", "[" * 100_000])
 def test_a_damaged_record_of_the_encoders_is_named(text, quick_recipe, tmp_path):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
