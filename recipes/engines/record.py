@@ -259,9 +259,10 @@ def check_encoders(recipe: Recipe, data: Loading, evals: Mapping[str, Loading]) 
     own = _encoded(data)
     for label, loading in evals.items():
         if data.manifest is not None and loading.manifest is not None:
-            _compare(loading.manifest, data.manifest.encoders(), f"evals.{label}: not encoded as the training data is")
+            what = f"evals.{label}: not encoded as the training data is"
+            compare_manifest(loading.manifest, data.manifest.encoders(), what)
         if data.vocabulary is not None and loading.vocabulary is not None:
-            _compare_vocabularies(f"evals.{label}", loading, own[VOCABULARY], "of the training data")
+            compare_vocabulary(f"evals.{label}", loading.vocabulary, own[VOCABULARY], "of the training data")
     allowed = "data" in recipe.checkpoints.allow_changes
     resumed = recipe.checkpoints.resumes and has_checkpoints(Path(recipe.output))
     if resumed:
@@ -274,11 +275,7 @@ def check_encoders(recipe: Recipe, data: Loading, evals: Mapping[str, Loading]) 
         if recipe.checkpoints.load_weights and not recipe.checkpoints.load_path:
             _warn_of_other_encoders(Path(recipe.checkpoints.load_weights), data)
         return
-    if (record / ENCODED).is_file():
-        try:
-            values = read_object(record / ENCODED)
-        except ValueError as error:
-            raise ValueError(f"{record / ENCODED}: damaged ({error}); copy the run's folder again") from None
+    if values := encoded_of(record):
         of_run, vocabulary = f"of {run}, whose checkpoint is loaded", values.pop(VOCABULARY, None)
         samples = values.pop(SAMPLES, None)
         if resumed and samples not in (None, data.samples):
@@ -289,9 +286,23 @@ def check_encoders(recipe: Recipe, data: Loading, evals: Mapping[str, Loading]) 
         if allowed:
             return
         if data.manifest is not None:
-            _compare(data.manifest, values, f"data: not encoded as that {of_run}")
+            compare_manifest(data.manifest, values, f"data: not encoded as that {of_run}")
         if vocabulary is not None and data.vocabulary is not None:
-            _compare_vocabularies("data", data, vocabulary, of_run)
+            compare_vocabulary("data", data.vocabulary, vocabulary, of_run)
+
+
+def encoded_of(record: Path) -> dict[str, Any]:
+    """What `keep_record` has written of the training data into a folder; empty if there is nothing.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    if not (record / ENCODED).is_file():
+        return {}
+    try:
+        return read_object(record / ENCODED)
+    except ValueError as error:
+        raise ValueError(f"{record / ENCODED}: damaged ({error}); copy the run's folder again") from None
 
 
 def _warn_of_other_encoders(export: Path, data: Loading) -> None:
@@ -316,12 +327,23 @@ def _warn_of_other_encoders(export: Path, data: Loading) -> None:
         )
 
 
-def _compare_vocabularies(key: str, loading: Loading, expected: str, of: str) -> None:
-    found = _encoded(loading)[VOCABULARY]
-    if found != expected:
+def compare_vocabulary(key: str, file: Path, expected: str | None, of: str) -> None:
+    """Compare a vocabulary with what a record says of one.
+
+    Args:
+        key: of the recipe, for messages.
+        file: the vocabulary's.
+        expected: sha256; None: the record says nothing.
+        of: what has that one.
+
+    Raises:
+        ValueError: it is another one.
+    """
+    found = _hash(file)
+    if found != (expected or found):
         raise ValueError(
-            f"{key}: the vocabulary {loading.vocabulary} (sha256 {found}) is not that {of} ({expected}): the model "
-            "would read other tokens; restore its file"
+            f"{key}: the vocabulary {file} (sha256 {found}) is not that {of} ({expected}): the model would read other "
+            "tokens; restore its file"
         )
 
 
@@ -329,7 +351,12 @@ def _hash(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def _compare(manifest: Manifest, expected: dict[str, Any], what: str) -> None:
+def compare_manifest(manifest: Manifest, expected: dict[str, Any], what: str) -> None:
+    """Compare the encoders of a set with what a record says of some.
+
+    Raises:
+        ValueError: they are others; the message begins with `what`.
+    """
     try:
         manifest.check(**expected)
     except ValueError as error:

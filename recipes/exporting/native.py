@@ -17,6 +17,8 @@ from recipes.config.schema import Component
 from recipes.config.values import ConfigError
 from recipes.engines.checkpoints.deferred import Deferred
 from recipes.engines.first_weights import started_from
+from recipes.engines.record import SAMPLES, compare_manifest, compare_vocabulary, encoded_of, record_with
+from recipes.engines.record import VOCABULARY as HASH  # its key
 from recipes.exporting.checkpoints import Checkpoint, read_checkpoint
 from recipes.exports.folder import bundle_of, export_folder
 from recipes.generation.exports import Weights, find_network, read_record, weights_of
@@ -51,7 +53,8 @@ def from_checkpoint(
     recipe = read_recipe(run / CONFIG if recipe_file is None else recipe_file)
     task = build_on_meta(recipe.model)
     averaged = load(task, checkpoint, weights, deferred)
-    loading, bundle = training_data(recipe, task.requirements(), run / "export", data)
+    encoded = encoded_of(record_with(run, path, run))
+    loading, bundle = training_data(recipe, task.requirements(), run / "export", data, encoded)
     record = {
         "run_name": recipe.run_name,
         "batches": checkpoint.batches,
@@ -120,12 +123,24 @@ def load(task: Task, checkpoint: Checkpoint, weights: Weights | None, deferred: 
 
 
 def training_data(
-    recipe: Recipe, requirements: dict[str, Any], export_of_run: Path, data: Path | None
+    recipe: Recipe,
+    requirements: dict[str, Any],
+    export_of_run: Path,
+    data: Path | None,
+    encoded: dict[str, Any] | None = None,
 ) -> tuple[Loading, Path | None]:
     """What an export needs to know of the training data, without a loader, and a folder that may hold the encoders.
 
+    Args:
+        recipe: of the run.
+        requirements: of its model.
+        export_of_run: its own export, if there is one.
+        data: folder with the manifest; None: the recipe's set, or the run's export.
+        encoded: what the run's record says of the data; None: nothing. Another set or vocabulary may be in the same
+            place by now.
+
     Raises:
-        FileNotFoundError: the manifest, the null caption or the vocabulary is missing.
+        FileNotFoundError: the manifest, the null caption or the vocabulary is missing, or is not that of the run.
         ValueError: the set does not fit the model.
     """
     args = recipe.data.args
@@ -138,11 +153,17 @@ def training_data(
     places = [EncodedSet(str(data), None, {})] if data is not None else [build(next(iter(streams.values())))]
     if data is None and beside is not None:
         places.append(EncodedSet(str(beside), None, {}))
+    encoded, of_run = encoded or {}, f"of {export_of_run.parent}"
+    expected = {name: value for name, value in encoded.items() if name not in (HASH, SAMPLES)}
     for place in places:
         try:
             if texts:
-                return Loading(loader=None, vocabulary=place.file(VOCABULARY)), None
+                found = place.file(VOCABULARY)
+                compare_vocabulary("data", found, encoded.get(HASH), of_run)
+                return Loading(loader=None, vocabulary=found), None
             manifest = place.manifest()
+            compare_manifest(manifest, expected, f"data: not encoded as that {of_run}")
+            known = vocabulary(args["vocabulary"], place, encoded.get(HASH), of_run) if "vocabulary" in args else None
             break
         except (FileNotFoundError, ValueError) as error:  # a remote set's store may refuse, or not answer
             missing = error
@@ -155,7 +176,7 @@ def training_data(
         images=manifest.samples if len(streams) == 1 else _images(streams, export_of_run),
         resolution=args["resolution"],
         null_text=place.null_text(manifest.text_shape) if manifest.kind == "latents" else None,
-        vocabulary=vocabulary(args["vocabulary"], place) if "vocabulary" in args else None,
+        vocabulary=known,
     )
     return loading, data or bundle_of(manifest, export_of_run)
 
@@ -168,17 +189,28 @@ def _images(streams: dict[str, Component], export_of_run: Path) -> int | None:
         return read_record(export_of_run).get("images") if (export_of_run / "export.json").is_file() else None
 
 
-def vocabulary(named: str, place: EncodedSet) -> Path:
-    """The recipe's vocabulary or, if it has gone, the copy in an export.
+def vocabulary(named: str, place: EncodedSet, expected: str | None, of: str) -> Path:
+    """The recipe's vocabulary or, if it has gone or is another one now, the copy in an export.
+
+    Args:
+        named: in the recipe.
+        place: perhaps an export.
+        expected, of: see `compare_vocabulary`.
 
     Raises:
         FileNotFoundError: neither is there.
+        ValueError: it is another one.
     """
-    copy = Path(place.local, VOCABULARY)
-    found = next((file for file in (Path(named), copy) if file.is_file()), None)
-    if found is None:
-        raise FileNotFoundError(f"{named}: no such vocabulary; give a folder that has a copy of it: --data FOLDER")
-    return found
+    there = [file for file in (Path(named), Path(place.local, VOCABULARY)) if file.is_file()]
+    if not there:
+        raise FileNotFoundError(f"{named}: no such vocabulary; restore it")
+    for file in there:
+        try:
+            compare_vocabulary("data", file, expected, of)
+            return file
+        except ValueError as error:
+            other = error
+    raise other
 
 
 def from_export(source: Path, folder: Path, weights: Weights | None) -> None:

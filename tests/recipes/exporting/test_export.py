@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 from safetensors.torch import load_file, save_file
 
+from data.encoded.manifest import Manifest
 from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.engines.checkpoints.conversion import convert
 from recipes.engines.checkpoints.sharded_files import Sharded
@@ -414,6 +415,20 @@ def test_encoders_that_were_trained_again(small_recipe, tmp_path, latent_sets, v
     export(path, out, "--layout", "native")
     assert (out / "image_encoder" / file.name).read_bytes() == (vae_folder / file.name).read_bytes()
     assert f"the weights of {vae} are not those that encoded the set" in refuse(capsys, path, out, "--data", data)
+
+
+def test_a_set_that_was_encoded_again_in_place(small_recipe, tmp_path, latent_sets, capsys):
+    """The manifest there is not the one of what the run was trained on."""
+    path, _ = a_run(small_recipe(tmp_path / "run"), average=False)
+    record = tmp_path / "run" / "records" / "ep1-ba5" / "encoded.json"
+    record.parent.mkdir(parents=True)
+    own = Manifest.read(latent_sets / "train").encoders()
+    record.write_text(json.dumps(own | {"samples": 40}))
+    export(path, tmp_path / "out", "--layout", "native")
+    record.write_text(json.dumps(own | {"samples": 40, "image_weights": "then"}))
+    error = refuse(capsys, path, tmp_path / "out")
+    assert f"data: not encoded as that of {tmp_path}/run: " in error and "--data FOLDER" in error
+    assert "image_weights is" in error and "the recipe expects then" in error
 
 
 @pytest.mark.parametrize(("sets", "images"), [(["train"], 40), (["train", "more"], None)])

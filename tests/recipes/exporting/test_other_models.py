@@ -1,6 +1,7 @@
 """Exports of other models than diffusion: each has the format of its own."""
 
 import filecmp
+import hashlib
 import json
 import re
 import shutil
@@ -57,8 +58,18 @@ def test_a_token_model_draws_in_three_lines(token_recipe, tmp_path, capsys):
     # Where the vocabulary has gone, an export has it.
     config = tmp_path / "run" / "config.yaml"
     config.write_text(re.sub("vocabulary: .*json", "vocabulary: gone.json", config.read_text()))
-    assert "gone.json: no such vocabulary; give a folder" in refuse(capsys, path, tmp_path / "again")
+    assert "gone.json: no such vocabulary; restore it; or give a folder" in refuse(capsys, path, tmp_path / "again")
     export(path, tmp_path / "again", "--data", out)
+    assert filecmp.cmp(out / "vocabulary.json", tmp_path / "again" / "vocabulary.json", shallow=False)
+    # Where another one is in its place, the run's own export has it.
+    digest = hashlib.sha256((out / "vocabulary.json").read_bytes()).hexdigest()
+    (tmp_path / "run" / "encoded.json").write_text(json.dumps({"vocabulary": digest}))
+    (tmp_path / "other.json").write_text("{}")
+    config.write_text(config.read_text().replace("vocabulary: gone.json", f"vocabulary: {tmp_path}/other.json"))
+    error = refuse(capsys, path, tmp_path / "again")
+    assert f"the vocabulary {tmp_path}/other.json (sha256 " in error and "--data FOLDER" in error
+    shutil.copytree(out, tmp_path / "run" / "export")
+    export(path, tmp_path / "again")
     assert filecmp.cmp(out / "vocabulary.json", tmp_path / "again" / "vocabulary.json", shallow=False)
 
 
