@@ -75,6 +75,8 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
             fail([f"--sets: {entry}; give NAME=TARS, each name once"])
         sets[name] = read_pairs(TarSource(urls=urls), options.number, options.seed, pipeline.resolution)
     captions = sorted({caption for _, _, everything in sets.values() for caption in everything})
+    if len(captions) == 1:
+        fail([f"--sets: all images have the caption {captions[0]!r:.60}, which each would find; give other sets"])
     places = {caption: i for i, caption in enumerate(captions)}
     texts = model.embed_captions(captions)
     result: dict[str, Any] = {

@@ -55,6 +55,11 @@ def evaluate(export: Path, config: Evaluation) -> dict[str, Any] | None:
     network = find_network(folder, config.weights)
     clip = Reranker(config.clip, pipeline.device, "clip") if "clip_score" in config.metrics else None
     reranker = None if config.rerank is None else Reranker(config.rerank.by, pipeline.device, "rerank.by")
+    if reranker is not None and clip is not None and reranker.hash() == clip.hash():  # as retrieval refuses it
+        log.warning(
+            f"rerank.by: {config.rerank.by} is also the model of clip_score, which then grows with the pool whether "
+            "images are better or not; give another one"
+        )
     identity = {
         "network": digest(network),
         **{name: digest(folder / name) for name in READ if (folder / name).exists()},

@@ -78,6 +78,7 @@ def test_a_report_with_everything(export, write, tmp_path, clip_folder, capsys, 
     )
     command.main([str(export), str(path)], USAGE)
     said = capsys.readouterr().out
+    assert f"rerank.by: {clip_folder} is also the model of clip_score" in said
     result = json.loads((tmp_path / "report" / "report.json").read_text())
     found = figures(result)
     swept = ["guidance 1.0", "guidance 6.0", "sampler ddim", "sampler None"]

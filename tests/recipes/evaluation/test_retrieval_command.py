@@ -1,7 +1,9 @@
 """Retrieval accuracy: ranks against a plain loop, and the command on a small export."""
 
+import io
 import json
 import shutil
+import tarfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -108,6 +110,12 @@ def test_the_command(exported, drawings, clip_folder, tmp_path, capsys):
     assert best["candidates"] == {"per caption": 3, "chosen by": str(other)}
     seen = best["sets"]["seen"]
     assert seen["generated"]["images"] == 3 and seen["real"] == first["sets"]["seen"]["real"]
+    alike = tmp_path / "alike.tar"
+    with tarfile.open(tars[0]) as source, tarfile.open(alike, "w") as tar:
+        for member in source:
+            data = b"red" if member.name.endswith(".txt") else source.extractfile(member).read()
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
     for wrong, message in (
         (["--sets", "seen"], "--sets: seen; give NAME=TARS"),
         (["--number", "0"], "--number: 0; give 1 or more"),
@@ -117,6 +125,7 @@ def test_the_command(exported, drawings, clip_folder, tmp_path, capsys):
         (["--candidates", "2"], "--candidates: give the model that says which are best"),
         (["--candidates", "2", "--rerank", str(clip_folder)], "is the model that judges"),
         (["--temperature", "0.5"], "--temperature: an option of "),
+        (["--sets", f"alike={alike}"], "--sets: all images have the caption 'red', which each would find"),
     ):
         with pytest.raises(SystemExit) as end:
             main([*command, *wrong])
