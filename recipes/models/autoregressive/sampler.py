@@ -115,7 +115,8 @@ def sample_tokens(
         (C, n, N) int64.
 
     Raises:
-        ValueError: more tokens are given than a grid has.
+        ValueError: more tokens are given than a grid has, or logits are not finite, such as of a network that
+            overflows.
     """
     captions, each, count = uniform.shape
     given = text.new_zeros(captions, 0) if given is None else given
@@ -157,7 +158,10 @@ class Drawing:
         """Draw the first token after those that are given."""
         image = self._both(self.given)
         last = self.network(self.text, image, self.caches)[:, -1]  # (C, d): once per caption, not per sequence
-        self._choose(self.network.image_logits(last).repeat_interleave(self.each, 0))
+        logits = self.network.image_logits(last)
+        if not logits.isfinite().all():  # the token would be one that there is not
+            raise ValueError("the logits of image tokens are not finite; use precision fp32, or other weights")
+        self._choose(logits.repeat_interleave(self.each, 0))
 
     def next_tokens(self, count: int, graph: DeviceGraph | None) -> None:
         """Draw so many tokens more."""

@@ -175,6 +175,14 @@ def test_guidance_moves_away_from_the_empty_caption(network):
     assert (guided == sample_tokens(network, empty, draw(), Choice())).all()
 
 
+def test_logits_that_are_not_finite_are_refused(network):
+    """No token can be drawn from them: the number would be one above the last code."""
+    broken = copy.deepcopy(network)
+    next(broken.parameters()).data.fill_(math.inf)
+    with pytest.raises(ValueError, match="logits of image tokens are not finite; use precision fp32"):
+        sample_tokens(broken, TEXT, draw(), Choice())
+
+
 def test_compiled_blocks_are_compiled_for_training_only():
     """Once for the MLP and at most once for each kind of mask, however many layers; sampling compiles nothing."""
     torch._dynamo.reset()
