@@ -113,11 +113,15 @@ def started_from(recipe: Recipe, output: Path | None = None) -> str | None:
         known = read_if_object(Path(output or recipe.output, "export", "export.json")).get("started_from")
         if isinstance(known, str):
             return known
-    folder = Path(recipe.checkpoints.load_weights).absolute()
-    if folder.name.removesuffix("_ema") in ("unet", "transformer") and not (folder / "export.json").is_file():
-        folder = folder.parent  # of the export or pipeline of which this is the network
+    folder = whole_of(Path(recipe.checkpoints.load_weights).absolute())
     named = folder.parent if folder.name == "export" else folder
     return read_if_object(folder / "export.json").get("run_name", named.name)
+
+
+def whole_of(folder: Path) -> Path:
+    """The export or pipeline of which a folder is the network; the folder itself where it is none."""
+    alone = folder.name.removesuffix("_ema") in ("unet", "transformer") and not (folder / "export.json").is_file()
+    return folder.parent if alone else folder
 
 
 def _kind(folder: Path) -> str | None:

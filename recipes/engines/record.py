@@ -23,6 +23,7 @@ from recipes.config.build import build_on_meta, import_builder
 from recipes.config.differences import Difference, differences
 from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.config.values import ConfigError, quoted
+from recipes.engines.first_weights import whole_of
 from recipes.planning.run_summary import CONFIG
 from recipes.training.checkpoint_names import NAME, has_checkpoints, newest_of_all
 from recipes.training.clock import parse_duration
@@ -273,7 +274,7 @@ def check_encoders(recipe: Recipe, data: Loading, evals: Mapping[str, Loading]) 
         record = record_with(run, checkpoint, run)
     else:
         if recipe.checkpoints.load_weights and not recipe.checkpoints.load_path:
-            _warn_of_other_encoders(Path(recipe.checkpoints.load_weights), data)
+            _warn_of_other_encoders(whole_of(Path(recipe.checkpoints.load_weights)), data)
         return
     if values := encoded_of(record):
         of_run, vocabulary = f"of {run}, whose checkpoint is loaded", values.pop(VOCABULARY, None)

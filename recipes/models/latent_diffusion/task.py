@@ -144,7 +144,8 @@ class LatentDiffusion(Task):
         """See `Task.load_export`. The folder may also be a pipeline of diffusers, or its U-Net alone."""
         network = folder / self.denoiser.folder
         self.denoiser.load(network if network.is_dir() else folder)
-        scheduler = folder / SCHEDULER / "scheduler_config.json"
+        whole = folder if network.is_dir() else folder.parent  # as of EXPORT/unet_ema
+        scheduler = whole / SCHEDULER / "scheduler_config.json"
         if scheduler.is_file():
             saved = read_object(scheduler)
             trained = prediction_of(saved)

@@ -324,6 +324,9 @@ def test_weights_that_were_trained_on_latents_of_another_vae_are_warned_of(
     then = same.manifest.image_encoder["weights_hash"]
     said = f"{export}/manifest.json: the weights were trained on data that other encoders made: image_weights was "
     assert f"{said}{then}" in capsys.readouterr().out
+    (export / "unet_ema").mkdir()  # its network alone
+    check_encoders(quick_recipe(tmp_path / "new", f"checkpoints.load_weights={export}/unet_ema"), now, {})
+    assert f"{said}{then}" in capsys.readouterr().out
 
 
 def test_weights_that_were_trained_with_another_vocabulary_are_warned_of(quick_recipe, tmp_path, capsys):

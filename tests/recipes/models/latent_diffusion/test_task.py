@@ -158,9 +158,10 @@ def test_weights_of_diffusers(tmp_path, task, batch, capsys):
         assert (other.evaluate(batch)["loss"] == task.evaluate(batch)["loss"]).all()
     assert capsys.readouterr().out == ""
     other = "v_prediction" if scheduler.prediction == "epsilon" else "epsilon"
-    small(prediction=other).load_export(tmp_path)
-    said = "".join(capsys.readouterr())
-    assert f"trained to predict {scheduler.prediction}, and the recipe's objective is {other}" in said
+    for folder in (tmp_path, tmp_path / "unet"):
+        small(prediction=other).load_export(folder)
+        said = "".join(capsys.readouterr())
+        assert f"trained to predict {scheduler.prediction}, and the recipe's objective is {other}" in said
     RectifiedFlow().save(tmp_path / "scheduler")
     task.load_export(tmp_path)
     assert "trained to predict flow_prediction" in "".join(capsys.readouterr())
