@@ -152,7 +152,7 @@ def sampling(setting: Setting) -> Work:
     uniform = uniforms(list(range(setting.batch)), network.layout.image)[:, None].to(setting.device)
     drawing = Drawing(network, text, uniform, Choice(), text[:, :0])
     with setting.autocast(), torch.no_grad():
-        drawing.first_token()
+        drawing.first_token(drawing.first_logits())
 
     def work() -> Tensor:
         drawing.caches.image.zero_()

@@ -127,7 +127,10 @@ def sample_tokens(
     # Blocks that are compiled for training would be recompiled for each cache and each length.
     with torch.compiler.set_stance("force_eager"):
         if left:
-            drawing.first_token()
+            logits = drawing.first_logits()
+            if (~logits.isfinite()).any():  # the token would be one that there is not
+                raise ValueError("the logits of image tokens are not finite; use precision fp32, or other weights")
+            drawing.first_token(logits)
             drawing.next_tokens(left - 1, graph)
     return drawing.tokens.unflatten(0, (captions, each))
 
@@ -154,13 +157,13 @@ class Drawing:
         self.tokens = torch.cat([given.repeat_interleave(each, 0), rest], 1)
         self.caches = network.new_caches(each)
 
-    def first_token(self) -> None:
-        """Draw the first token after those that are given."""
+    def first_logits(self) -> Tensor:
+        """(C, K), or (2C, K) with guidance, of the first token after those that are given: once per caption."""
         image = self._both(self.given)
-        last = self.network(self.text, image, self.caches)[:, -1]  # (C, d): once per caption, not per sequence
-        logits = self.network.image_logits(last)
-        if not logits.isfinite().all():  # the token would be one that there is not
-            raise ValueError("the logits of image tokens are not finite; use precision fp32, or other weights")
+        return self.network.image_logits(self.network(self.text, image, self.caches)[:, -1])
+
+    def first_token(self, logits: Tensor) -> None:
+        """Draw that token for each sequence."""
         self._choose(logits.repeat_interleave(self.each, 0))
 
     def next_tokens(self, count: int, graph: DeviceGraph | None) -> None:

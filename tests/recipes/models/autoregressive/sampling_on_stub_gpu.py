@@ -24,7 +24,7 @@ def main():
         for graph in (None, DeviceGraph(memory_pool()) if has_graphs(device) else None):
             with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
                 drawing = Drawing(network, text, uniform, choice, given)
-                drawing.first_token()
+                drawing.first_token(drawing.first_logits())
                 launches, waits = counts.launches, counts.waits
                 drawing.next_tokens(TOKENS, graph)
             print("row:", json.dumps([counts.launches - launches, counts.waits - waits, counts.strays]))

@@ -100,7 +100,7 @@ def test_every_token_after_the_first_has_the_same_operators(network):
     for start in (0, 7, ALL - 2):
         drawing = Drawing(network, TEXT, draw(), Choice(guidance=2.0, top_k=9), torch.ones(2, start).long())
         with torch.no_grad():
-            drawing.first_token()
+            drawing.first_token(drawing.first_logits())
         with Operators() as operators, torch.no_grad():
             drawing.next_tokens(ALL - start - 1, None)
         found.append(operators.found)
