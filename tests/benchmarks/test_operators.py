@@ -160,7 +160,8 @@ def test_no_attention_escapes(name):
 @needs_stub_gpu
 def test_every_workload_runs_on_a_gpu(stub_gpu):
     """Networks of convolutions in bfloat16, transformers with a residual stream of float32, and tokens."""
-    done = stub_gpu(Path(__file__).with_name("operators_on_stub_gpu.py"))
+    # Memory that no kernel has written is zero: drawing asks whether logits are finite.
+    done = stub_gpu(Path(__file__).with_name("operators_on_stub_gpu.py"), PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line.removeprefix("row: ")) for line in done.stdout.splitlines() if line.startswith("row: ")]
     assert [(name, way) for name, way, *_ in rows] == [(name, way) for name in operators.WORKLOADS for way in WAYS]
