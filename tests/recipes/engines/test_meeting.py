@@ -1,3 +1,5 @@
+"""Processes that do not meet at the start of a run."""
+
 import importlib
 import os
 
