@@ -145,13 +145,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--files", type=float, default=8.0)
     options, rest = parser.parse_known_args(arguments)
     grown = False
-    with tempfile.TemporaryDirectory(prefix="soak-") as folder, user_errors():
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         if rest and rest[0] not in ("-h", "--help"):
             rest = [rest[0], *DEFAULTS, *rest[1:], *OVERRIDES, f"output={folder}"]
         recipe: Recipe = read_command_line(rest, Recipe, __doc__).config
         recipe.callbacks.pop("export", None)
         recipe.loggers = {label: logger for label, logger in recipe.loggers.items() if logger.name != "wandb"}
-        found = soak(recipe, 60 * options.minutes)
+        with user_errors():
+            found = soak(recipe, 60 * options.minutes)
         for name, notes in found.notes.items():
             unit, limit, word = (1, options.files, "") if name == FILES else (MIB, options.limit, " MiB")
             change = growth(notes) / unit

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from benchmarks.soak import FILES, MIB, OVERRIDES, bytes_of, growth, soak
+from benchmarks.soak import FILES, MIB, OVERRIDES, bytes_of, growth, main, soak
 
 
 def test_growth_is_that_of_the_last_third_over_the_second():
@@ -34,3 +34,9 @@ def test_a_short_soak(small_recipe, tmp_path, monkeypatch):
     assert all(size > MIB for notes in found.notes.values() for _, size in notes)
     assert files[0][1] > 3 and growth(files) < 8
     assert growth(found.notes["trainer"]) < 64 * MIB and growth(found.notes["workers"]) < 64 * MIB
+
+
+def test_help_is_no_error(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["--help"])
+    assert left.value.code == 0 and "keys:" in capsys.readouterr().out
