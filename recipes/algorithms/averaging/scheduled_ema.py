@@ -149,7 +149,11 @@ class ScheduledEMA(Lever):
 
     def end(self, run: Run) -> None:
         if not self.running:
-            log.info("scheduled_ema: the run ended before the average began; lower start")
+            value, unit = self.begins
+            log.warning(
+                f"scheduled_ema: the run ended before the average began, at {value:g}{unit}: its exports have the "
+                "weights of training; give a start within the run"
+            )
 
     def _watched(self) -> ExitStack:
         stack = ExitStack()

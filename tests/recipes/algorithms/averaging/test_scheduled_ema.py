@@ -393,6 +393,17 @@ def test_an_average_that_begins_late_says_so(batch, capsys):
     assert ("has no average; it begins here" in capsys.readouterr().out) == (batch == 7)
 
 
+@pytest.mark.parametrize(("start", "warned"), [("2000sp", True), ("0ba", False)])
+def test_a_run_that_ends_before_its_average_begins_warns(start, warned, capsys):
+    """How many samples a batch has is not known when the start is checked."""
+    ema, run = ScheduledEMA(decay=0.9, start=start), FakeRun(nn.Linear(3, 3), duration="10ba")
+    ema.change_modules(run)
+    ema.begin(run.at(0))
+    ema.end(run.at(10))
+    warning = "scheduled_ema: the run ended before the average began, at 2000sp: its exports"
+    assert (warning in capsys.readouterr().out) == warned
+
+
 def test_a_model_without_trained_parameters_is_refused():
     with pytest.raises(ValueError, match="no trained parameters"):
         Average(Small().requires_grad_(False))
