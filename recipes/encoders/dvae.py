@@ -83,6 +83,10 @@ class DVAEEncoder(TokenEncoder):
 
     @torch.no_grad()
     def decode(self, tokens: Tensor) -> Tensor:
-        """See `TokenEncoder.decode`."""
+        """See `TokenEncoder.decode`. Images that overflow in 16 bits are computed in fp32, as those of a VAE are."""
         self.need_decoder()
-        return self._network(exact=False)[0].decode(tokens)
+        images = self._network(exact=False)[0].decode(tokens)
+        if self.precision != "fp32":
+            for row in (~images.isfinite().flatten(1).all(1)).nonzero().flatten().tolist():
+                images[row] = self._network(exact=True)[0].decode(tokens[row : row + 1])[0]
+        return images

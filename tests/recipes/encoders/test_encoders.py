@@ -16,6 +16,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizerFast, T5Con
 from data.tokenizers.clip_library import open_clip
 from recipes.config.build import encoders_of
 from recipes.encoders.base import weights_hash
+from recipes.encoders.dvae import dvae
 from recipes.encoders.text import hf_clip_text, open_clip_text
 from recipes.encoders.vae import kl_vae
 from recipes.exports.encoder_files import encoder_files
@@ -161,6 +162,22 @@ def test_images_that_overflow_in_16_bits_are_decoded_in_fp32(vae_folder, monkeyp
     found = half.decode(latents)
     torch.testing.assert_close(found[1:3], known[1:3], atol=1e-5, rtol=1e-5)
     assert torch.equal(found[::3], plain[::3]) and not torch.equal(plain[1:3], known[1:3])
+
+
+def test_tokens_that_overflow_in_16_bits_are_decoded_in_fp32(dvae_folder, monkeypatch):
+    exact, half = (dvae(path=str(dvae_folder), precision=name).to("cpu") for name in ("fp32", "bf16"))
+    tokens = torch.randint(exact.codes, (3, 4, 4), generator=torch.Generator().manual_seed(5))
+    known, plain, decode = exact.decode(tokens), half.decode(tokens), half.module.decode
+
+    def overflows(tokens):
+        found = decode(tokens)
+        found[1, 0, 0, 0] = float("nan")
+        return found
+
+    monkeypatch.setattr(half.module, "decode", overflows)
+    found = half.decode(tokens)
+    torch.testing.assert_close(found[1], known[1], atol=1e-5, rtol=1e-5)
+    assert torch.equal(found[::2], plain[::2]) and not torch.equal(plain[1], known[1])
 
 
 def test_captions_that_overflow_in_16_bits_are_encoded_in_fp32(clip_folder, monkeypatch):
