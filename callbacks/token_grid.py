@@ -68,7 +68,7 @@ class TokenGrid(PromptGrid):
 
     def prepare(self) -> tuple[Any, torch.Tensor]:
         """See `PromptGrid.prepare`."""
-        vocabulary = Vocabulary.read(self.loading.vocabulary)
+        vocabulary = Vocabulary.read(self.loading.vocabulary.path)
         encoded = [vocabulary.encode(prompt) for prompt in self.prompts]
         image_encoder = self.encoders()[0]
         image_encoder.need_decoder()

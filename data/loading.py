@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from data.encoded.manifest import Manifest
+from data.tokenizers.vocabulary_files import VocabularyFile
 from data.workers.stacks import give_stacks
 
 Batch = dict[str, Tensor]
@@ -83,7 +84,7 @@ class Loading:
         manifest: what encoded the samples, of the first set; None if they are not encoded.
         resolution: side of the images in pixels; None if they are not encoded.
         null_text: (L, D) float16, the embedding of the empty caption; None if text is not encoded.
-        vocabulary: file of the vocabulary that captions are encoded with; None if training does not encode them.
+        vocabulary: the one that captions are encoded with; None if training does not encode them.
     """
 
     loader: DataLoader
@@ -93,7 +94,7 @@ class Loading:
     manifest: Manifest | None = None
     resolution: int | None = None
     null_text: Tensor | None = None
-    vocabulary: Path | None = None
+    vocabulary: VocabularyFile | None = None
 
 
 def position(positions: deque[Position], ahead: int) -> Position:

@@ -18,7 +18,7 @@ from data.encoded.text_manifest import NAME, TextManifest
 from data.loading import Batch, Loading, Placement
 from data.model_requirements import check_kind
 from data.ranges import check_reading
-from data.tokenizers.vocabulary_files import VOCABULARY
+from data.tokenizers.vocabulary_files import VOCABULARY, VocabularyFile
 from data.tokens import widen
 
 
@@ -107,7 +107,7 @@ def texts(
         open_loader(dataset, placement, workers, drop_last),
         widen,
         samples=int(dataset.epoch_size),
-        vocabulary=streams[first].file(VOCABULARY),
+        vocabulary=VocabularyFile.read(streams[first].file(VOCABULARY)),
     )
 
 

@@ -23,6 +23,7 @@ from data.loading import Batch, Loading, Placement
 from data.ranges import check_least, check_reading, check_shares
 from data.system.log import log
 from data.tokenizers.bpe import Vocabulary
+from data.tokenizers.vocabulary_files import VocabularyFile
 
 NO_TOKEN = -1  # after the last token of a caption
 POWERS_OF_TEN = frozenset(10**digits for digits in range(12))
@@ -122,7 +123,7 @@ def tokens(
         images=int(dataset.num_samples),
         manifest=manifest,
         resolution=resolution,
-        vocabulary=Path(vocabulary),
+        vocabulary=VocabularyFile.read(vocabulary),
     )
 
 

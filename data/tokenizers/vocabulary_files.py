@@ -1,10 +1,11 @@
-"""The manifest beside a vocabulary's file, and copies of both."""
+"""A vocabulary's file and the manifest beside it, as they were when they were read, and copies of both."""
 
 from __future__ import annotations
 
-import shutil
+import hashlib
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from data.system.files import atomic_write, read_object
 
@@ -33,12 +34,42 @@ def read_manifest(vocabulary: Path) -> dict[str, Any]:
     return values
 
 
-def copy_vocabulary(vocabulary: Path, folder: Path) -> Path:
-    """Copies a vocabulary, and its manifest if it has one, to FOLDER/vocabulary.json. Returns the copy's path."""
-    copy = folder / VOCABULARY
-    files = {manifest_path(vocabulary): manifest_path(copy), vocabulary: copy}  # whoever finds the copy finds both
-    for file, target in files.items():
-        if file == vocabulary or file.is_file():
-            with atomic_write(target) as partial:
-                shutil.copyfile(file, partial)
-    return copy
+@dataclass(frozen=True)
+class VocabularyFile:
+    """What was in a vocabulary's file when it was read. Another vocabulary may be in its place when a run that was
+    trained with this one ends, and its export needs a copy.
+
+    Attributes:
+        path: of the file.
+        data: its contents.
+        manifest: the contents of its manifest; None: it has none.
+        sha256: of `data`, in hexadecimal digits.
+    """
+
+    path: Path
+    data: bytes = field(repr=False)
+    manifest: bytes | None = field(default=None, repr=False)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """Reads a vocabulary's file, and its manifest if it has one. Neither is checked.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        path = Path(path)
+        manifest = manifest_path(path)
+        return cls(path, path.read_bytes(), manifest.read_bytes() if manifest.is_file() else None)
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.data).hexdigest()
+
+    def copy(self, folder: Path) -> Path:
+        """Writes FOLDER/vocabulary.json and the manifest. Returns the copy's path."""
+        copy = folder / VOCABULARY
+        for target, data in ((manifest_path(copy), self.manifest), (copy, self.data)):  # who finds the copy finds both
+            if data is not None:
+                with atomic_write(target) as partial:
+                    partial.write_bytes(data)
+        return copy

@@ -21,7 +21,7 @@ from data.system.locks import HeldByAnother, held
 from data.system.log import every_rank, log
 from data.system.ranks import Rank
 from data.tokenizers.bpe import Vocabulary
-from data.tokenizers.vocabulary_files import VOCABULARY, copy_vocabulary
+from data.tokenizers.vocabulary_files import VOCABULARY, VocabularyFile
 from precompute.config import source_options
 from precompute.output.claims import shards_to_do
 from precompute.output.folder_gone import FolderGone
@@ -99,7 +99,7 @@ def pack(config: PackConfig, sources: dict[str, Source], sets: dict[str, OutputS
         output.claim(options[label])
         write_text(output.out / CONFIG, to_yaml(config))
         if not (output.out / VOCABULARY).is_file():
-            copy_vocabulary(Path(config.vocabulary), output.out)
+            VocabularyFile.read(config.vocabulary).copy(output.out)
     for label, shard, keep in shards_to_do(sets, rank):
         try:
             _pack_shard(config, sources[label], sets[label], shard, rank, vocabulary, options[label], keep)

@@ -6,7 +6,6 @@ written, so that a start that was killed before its first checkpoint leaves no t
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from itertools import count
 from pathlib import Path
@@ -19,6 +18,7 @@ from data.loading import Loading
 from data.system.files import atomic_folder, read_object, write_json, write_text
 from data.system.log import log
 from data.tokenizers.vocabulary_files import VOCABULARY as COPY
+from data.tokenizers.vocabulary_files import VocabularyFile
 from recipes.config.build import build_on_meta, import_builder
 from recipes.config.differences import Difference, differences
 from recipes.config.recipe import Recipe, load_config, to_yaml
@@ -209,7 +209,7 @@ def _encoded(data: Loading) -> dict[str, Any]:
     if data.samples is not None:
         found[SAMPLES] = data.samples
     if data.vocabulary is not None:
-        found[VOCABULARY] = _hash(data.vocabulary)
+        found[VOCABULARY] = data.vocabulary.sha256
     return found
 
 
@@ -321,35 +321,30 @@ def _warn_of_other_encoders(export: Path, data: Loading) -> None:
                 "they have to learn it anew"
             )
     copy = export / COPY
-    if data.vocabulary is not None and copy.is_file() and _hash(copy) != _hash(data.vocabulary):
+    if data.vocabulary is not None and copy.is_file() and VocabularyFile.read(copy).sha256 != data.vocabulary.sha256:
         log.warning(
-            f"{copy}: the weights were trained with another vocabulary than {data.vocabulary}; they have to learn its "
-            "tokens anew"
+            f"{copy}: the weights were trained with another vocabulary than {data.vocabulary.path}; they have to learn "
+            "its tokens anew"
         )
 
 
-def compare_vocabulary(key: str, file: Path, expected: str | None, of: str) -> None:
+def compare_vocabulary(key: str, file: VocabularyFile, expected: str | None, of: str) -> None:
     """Compare a vocabulary with what a record says of one.
 
     Args:
         key: of the recipe, for messages.
-        file: the vocabulary's.
         expected: sha256; None: the record says nothing.
         of: what has that one.
 
     Raises:
         ValueError: it is another one.
     """
-    found = _hash(file)
+    found = file.sha256
     if found != (expected or found):
         raise ValueError(
-            f"{key}: the vocabulary {file} (sha256 {found}) is not that {of} ({expected}): the model would read other "
-            "tokens; restore its file"
+            f"{key}: the vocabulary {file.path} (sha256 {found}) is not that {of} ({expected}): the model would read "
+            "other tokens; restore its file"
         )
-
-
-def _hash(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def compare_manifest(manifest: Manifest, expected: dict[str, Any], what: str) -> None:

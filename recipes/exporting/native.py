@@ -10,7 +10,7 @@ from data.encoded.manifest import NAME as MANIFEST
 from data.encoded.sets import EncodedSet
 from data.loading import Loading
 from data.system.files import write_json
-from data.tokenizers.vocabulary_files import VOCABULARY
+from data.tokenizers.vocabulary_files import VOCABULARY, VocabularyFile
 from recipes.config.build import build, build_on_meta, encoders_of
 from recipes.config.recipe import Recipe, load_config
 from recipes.config.schema import Component
@@ -158,7 +158,7 @@ def training_data(
     for place in places:
         try:
             if texts:
-                found = place.file(VOCABULARY)
+                found = VocabularyFile.read(place.file(VOCABULARY))
                 compare_vocabulary("data", found, encoded.get(HASH), of_run)
                 return Loading(loader=None, vocabulary=found), None
             manifest = place.manifest()
@@ -189,7 +189,7 @@ def _images(streams: dict[str, Component], export_of_run: Path) -> int | None:
         return read_record(export_of_run).get("images") if (export_of_run / "export.json").is_file() else None
 
 
-def vocabulary(named: str, place: EncodedSet, expected: str | None, of: str) -> Path:
+def vocabulary(named: str, place: EncodedSet, expected: str | None, of: str) -> VocabularyFile:
     """The recipe's vocabulary or, if it has gone or is another one now, the copy in an export.
 
     Args:
@@ -201,7 +201,8 @@ def vocabulary(named: str, place: EncodedSet, expected: str | None, of: str) -> 
         FileNotFoundError: neither is there.
         ValueError: it is another one.
     """
-    there = [file for file in (Path(named), Path(place.local, VOCABULARY)) if file.is_file()]
+    files = Path(named), Path(place.local, VOCABULARY)
+    there = [VocabularyFile.read(file) for file in files if file.is_file()]
     if not there:
         raise FileNotFoundError(f"{named}: no such vocabulary; restore it")
     for file in there:

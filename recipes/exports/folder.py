@@ -13,7 +13,6 @@ import numpy as np
 from data.encoded.manifest import NULL_TEXT, Manifest
 from data.loading import Loading
 from data.system.files import atomic_folder, write_json
-from data.tokenizers.vocabulary_files import copy_vocabulary
 from recipes.exports.encoder_files import ENCODERS, encoder_files
 from recipes.models.task import Task
 
@@ -61,7 +60,7 @@ def export_folder(
         yield new
         record = {**record, **task.export_record()}
         if loading.vocabulary is not None:
-            copy_vocabulary(loading.vocabulary, new)
+            loading.vocabulary.copy(new)
         if loading.manifest is not None:
             loading.manifest.write(new)
             if loading.null_text is not None:

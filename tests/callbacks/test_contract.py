@@ -10,6 +10,7 @@ import torch
 from callbacks import progress
 from data.encoded.manifest import Manifest
 from data.loading import Loading
+from data.tokenizers.vocabulary_files import VocabularyFile
 from recipes.config.build import build, encoders_of
 from recipes.config.components import COMPONENTS
 from recipes.config.schema import Checker
@@ -122,7 +123,7 @@ def drawing(request, tmp_path):
             return task, Loading(loader=None, manifest=manifest, resolution=16, null_text=null_text)
         if name == "token_grid":
             sets = request.getfixturevalue("token_sets")
-            manifest, vocabulary = Manifest.read(sets / "train"), sets / "vocabulary.json"
+            manifest, vocabulary = Manifest.read(sets / "train"), VocabularyFile.read(sets / "vocabulary.json")
             task = Autoregressive(
                 layers=1, width=16, heads=2, text_positions=16, text_vocabulary=280, side=4, codes=32, kernel=3
             )

@@ -76,7 +76,7 @@ def test_entries_of_others_stay_as_they_are(load):
 def test_what_a_loading_says(load, token_sets):
     loading = load()
     assert (loading.samples, loading.resolution, loading.manifest.kind) == (40, 32, "tokens")
-    assert loading.null_text is None and loading.vocabulary == token_sets / "vocabulary.json"
+    assert loading.null_text is None and loading.vocabulary.path == token_sets / "vocabulary.json"
     assert set(next(iter(loading.loader))) == {"text", "image"}
 
 

@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from data.tokenizers import bpe
 from data.tokenizers.bpe import Vocabulary
 from data.tokenizers.bpe_training import train
-from data.tokenizers.vocabulary_files import copy_vocabulary, manifest_path
+from data.tokenizers.vocabulary_files import VocabularyFile, manifest_path
 
 CAPTIONS = [
     f"a {colour} {animal} {place}, {number} times"
@@ -153,7 +153,9 @@ def test_files(tokenizer, vocabulary, tmp_path):
         Vocabulary.read(path)
     path.write_text(tokenizer.to_str())
     assert Vocabulary.read(path).encode("a red cat") == vocabulary.encode("a red cat")  # a manifest is not needed
-    assert copy_vocabulary(path, tmp_path) == tmp_path / "vocabulary.json"
+    as_it_was = VocabularyFile.read(path)
+    assert as_it_was.copy(tmp_path / "plain").read_text() == tokenizer.to_str()
+    assert [file.name for file in (tmp_path / "plain").iterdir()] == ["vocabulary.json"]
     manifest_path(path).write_text(json.dumps({"sha256": "0" * 64}))
     with pytest.raises(ValueError, match="mine.json: not the vocabulary that mine.manifest.json describes"):
         Vocabulary.read(path)

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from data.encoded.manifest import Manifest
+from data.tokenizers.vocabulary_files import VocabularyFile
 from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.engines import dry_run_checks
 from recipes.engines.checkpoints import files as checkpoint_files
@@ -336,11 +337,14 @@ def test_weights_that_were_trained_with_another_vocabulary_are_warned_of(quick_r
     (export / "vocabulary.json").write_text("then")
     other.write_text("then")
     recipe = quick_recipe(tmp_path / "new", f"checkpoints.load_weights={export}")
-    data = SimpleNamespace(manifest=None, vocabulary=other, samples=None)
-    check_encoders(recipe, data, {})
+
+    def data():
+        return SimpleNamespace(manifest=None, vocabulary=VocabularyFile.read(other), samples=None)
+
+    check_encoders(recipe, data(), {})
     assert not capsys.readouterr().out
     other.write_text("now")  # with as many entries
-    check_encoders(recipe, data, {})
+    check_encoders(recipe, data(), {})
     said = f"{export}/vocabulary.json: the weights were trained with another vocabulary than {other}; they have to "
     assert said in capsys.readouterr().out
 
@@ -389,7 +393,8 @@ def test_captions_are_encoded_with_one_vocabulary(quick_recipe, tmp_path):
     own, other = (tmp_path / name for name in ("own.json", "other.json"))
     own.write_text("[1]")
     other.write_text("[2]")
-    data, changed = (SimpleNamespace(manifest=None, vocabulary=file, samples=None) for file in (own, other))
+    files = [VocabularyFile.read(path) for path in (own, other)]
+    data, changed = (SimpleNamespace(manifest=None, vocabulary=file, samples=None) for file in files)
     recipe = quick_recipe(tmp_path / "run", "checkpoints.autoresume=true")
     check_encoders(recipe, data, {})  # an earlier version has not noted it
     keep_record(recipe, data)

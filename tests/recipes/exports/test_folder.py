@@ -11,6 +11,7 @@ import pytest
 from data.encoded.manifest import Manifest
 from data.loading import Loading
 from data.tokenizers.bpe import Vocabulary
+from data.tokenizers.vocabulary_files import VocabularyFile
 from recipes.config.build import encoder_components, encoders_of
 from recipes.exports.encoder_files import encoder_files
 from recipes.exports.folder import export
@@ -121,7 +122,12 @@ def test_no_hidden_folder_is_an_encoder(tmp_path):
 
 
 def test_an_export_of_token_data_has_its_vocabulary_and_dvae(tmp_path, task, token_sets):
-    vocabulary = token_sets / "vocabulary.json"
+    """The vocabulary is that of its training, whichever is in the same place when the run ends."""
+    for name in ("vocabulary.json", "vocabulary.manifest.json"):
+        shutil.copy(token_sets / name, tmp_path)
+    vocabulary = VocabularyFile.read(tmp_path / "vocabulary.json")
+    for name in ("vocabulary.json", "vocabulary.manifest.json"):
+        (tmp_path / name).write_text("of another training")
     manifest = Manifest.read(token_sets / "train")
     loading = Loading(loader=None, images=7, manifest=manifest, resolution=32, vocabulary=vocabulary)
     folder = tmp_path / "export"
