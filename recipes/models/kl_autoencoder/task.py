@@ -112,9 +112,12 @@ class KLAutoencoder(Task):
 
     def _track(self, latents: Tensor) -> None:
         moments = torch.stack([latents.mean(), latents.square().mean()])
-        self.latent_batches += 1
+        # Training goes on after a batch that is not finite, whose moments would stay in the average for ever.
+        finite = moments.isfinite().all()
+        self.latent_batches += finite
         # A plain mean over the first 100 microbatches, so that a short run is not biased by the initial values.
-        self.latent_moments.lerp_(moments, torch.clamp(1 / self.latent_batches, min=0.01))
+        average = self.latent_moments.lerp(moments, torch.clamp(1 / self.latent_batches, min=0.01))
+        self.latent_moments.copy_(torch.where(finite, average, self.latent_moments))
 
     def export(self, folder: Path) -> None:
         """Write config.json and safetensors for diffusers' `AutoencoderKL.from_pretrained`.

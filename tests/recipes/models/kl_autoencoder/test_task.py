@@ -97,6 +97,24 @@ def test_moments_are_tracked_in_training_only(exported):
     assert (task.latent_moments == before).all()
 
 
+def test_a_batch_that_is_not_finite_leaves_the_moments_as_they_are():
+    """Its update is skipped and training goes on, so that the export needs a scaling factor."""
+    found = []
+    for overflows in (False, True):
+        task = small().train()
+        for number in range(4):
+            bias = task.network.encoder.conv_in.bias.data
+            before = bias.clone()
+            if number == 2 and overflows:
+                bias.fill_(torch.inf)
+                assert not task({"image": pictures()})["total"].isfinite()
+                bias.copy_(before)
+            torch.manual_seed(number)
+            task({"image": pictures(4, seed=number)})
+        found.append((task.latent_batches.item(), task.latent_moments.tolist()))
+    assert found[0] == found[1] and found[0][0] == 4
+
+
 def test_diffusers_opens_the_export(exported):
     task, folder = exported
     assert {file.name for file in folder.iterdir()} == {"config.json", "diffusion_pytorch_model.safetensors"}
