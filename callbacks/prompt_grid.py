@@ -17,6 +17,7 @@ from data.system.log import log
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.models.task import Task
 from recipes.training.callback import PeriodicCallback
+from recipes.training.finite import is_worth_keeping
 from recipes.training.modes import evaluation_mode
 from recipes.training.ranks import all_gather, by_first_rank, is_first_rank, rank, world_size
 from recipes.training.run import Run
@@ -112,7 +113,11 @@ class PromptGrid(PeriodicCallback, ABC):
         run.log_images("samples", images)
 
     def images(self, run: Run) -> np.ndarray | None:
-        """The prompts' images, (N, H, W, 3) uint8; None on all ranks but the first. Every rank must call it."""
+        """The prompts' images, (N, H, W, 3) uint8; None on all ranks but the first, and on all while losses or weights
+        are not finite. Every rank must call it."""
+        if not is_worth_keeping(run):  # drawing may fail, and the run ends by itself if it does not recover
+            log.warning(f"samples: batch {run.clock.batch} is not finite; nothing is drawn")
+            return None
         numbers = numbers_of(len(self.prompts), rank() // self.copies, world_size() // self.copies)
         with averaged(self.average), evaluation_mode(self.task), run.autocast():
             drawn = [self.draw(numbers[i : i + self.batch]) for i in range(0, len(numbers), self.batch)]

@@ -7,10 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from callbacks.prompt_grid import numbers_of
+from callbacks.prompt_grid import PromptGrid, numbers_of
 from callbacks.sample_grid import SampleGrid
 from callbacks.token_grid import TokenGrid
 from recipes.models.latent_diffusion.objective import seeded_noise
+from tests.recipes.training.fake_run import FakeRun
 
 
 @given(st.integers(1, 300), st.integers(1, 70))
@@ -59,3 +60,30 @@ def test_noise_is_that_of_the_seed_and_of_the_image():
     grid = SampleGrid(task, "", loading, None, None, 1, prompts=["a"] * 5, seed=7)
     grid.text = torch.zeros(5, 1, 1)
     assert torch.equal(grid.draw([1, 3]), seeded_noise([8, 10], (2, 3, 3)))
+
+
+class Fails(PromptGrid):
+    """As tokens of logits that are not finite."""
+
+    component = "fails"
+
+    def prepare(self):
+        return None, torch.zeros(1)
+
+    def draw(self, numbers):
+        raise ValueError("the logits of image tokens are not finite")
+
+
+@pytest.mark.parametrize("weights", [False, True], ids=["losses", "weights"])
+def test_nothing_is_drawn_that_is_not_finite_and_the_run_goes_on(tmp_path, capsys, weights):
+    """The run skips such batches, up to a limit, and says at that what is wrong."""
+    run = FakeRun()
+    grid = Fails(run.task, tmp_path, None, 1, ["a"], None, None, 1)
+    grid.begin(run)
+    if weights:
+        run.task.weight.data[0, 0] = torch.nan
+    else:
+        run.nonfinite = 1
+    grid.act(run.at(4))
+    assert "samples: batch 4 is not finite; nothing is drawn" in capsys.readouterr().out
+    assert not run.images and not any(tmp_path.iterdir())
