@@ -19,7 +19,6 @@ from recipes.algorithms.powersgd.block_gradients import Matrix, blocks_of, copie
 from recipes.algorithms.powersgd.cost import one_replica, powersgd_cost
 from recipes.algorithms.powersgd.low_rank import BlockState, Compressed, LowRank, agree, as_matrix, reduce_others
 from recipes.algorithms.powersgd.overlap import Overlap
-from recipes.algorithms.sharding.shard import is_sharded
 from recipes.algorithms.sixteen_bit.formats import FLOAT_32
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
 from recipes.training.lever import Lever
@@ -185,9 +184,7 @@ class PowerSGD(Lever):
     def _check_processes(self, run: Run) -> None:
         if self.mesh is not None:
             self.check_replicas(self.mesh.size(0))
-        elif is_sharded(self.task):
-            raise ValueError("powersgd: the model is sharded, but not by training.fsdp; shard it by training.fsdp")
-        elif not isinstance(run.module, DistributedDataParallel):
+        elif not isinstance(run.module, DistributedDataParallel):  # one process, or one tensor parallel group
             self.check_replicas(1)
 
     def _overlapped(self) -> Overlap[Compressed]:

@@ -11,9 +11,11 @@ from torch.utils.data import DataLoader
 from recipes.algorithms.powersgd.block_gradients import blocks_of
 from recipes.algorithms.powersgd.lever import PowerSGD
 from recipes.algorithms.powersgd.low_rank import LowRank
+from recipes.algorithms.tensor_parallel.lever import TensorParallel
 from recipes.engines.composer.adapters import as_algorithms
 from recipes.engines.composer.model import ComposerTask
 from recipes.engines.composer.run import ComposerRun
+from recipes.models.language.task import Language
 from recipes.models.task import Task
 from recipes.training.levers import Levers
 from tests.ranks import launch
@@ -61,6 +63,14 @@ def test_one_process_has_nothing_to_average():
     )
     with pytest.raises(ValueError, match="only one replica .*, and clip by training.grad_clip=4"):
         trainer.fit()
+
+
+def test_one_tensor_parallel_group_has_nothing_to_average(one_rank):
+    """It said to use training.fsdp, with which the same devices are one replica, too. Dry runs say the same."""
+    task = Language(layers=1, width=8, heads=2, positions=4, vocabulary=8)
+    TensorParallel(task, devices=1, replicas=1, sharded=False, sequence=False).shard(FakeRun(task))
+    with pytest.raises(ValueError, match="^powersgd: there is only one replica"):
+        PowerSGD(task, rank=2).begin(FakeRun(task))
 
 
 def test_what_it_averages_between_are_replicas(capsys):
