@@ -32,7 +32,7 @@ class UnsharedSource:
         """
         self.source = source
         self.list = Path(shared)
-        threshold, found = read_shared(self.list)
+        threshold, found, self.seen = read_shared(self.list)
         least = threshold if at_least is None else at_least
         if not threshold <= least <= 1:
             raise ValueError(
@@ -45,10 +45,16 @@ class UnsharedSource:
         """The shards of the source.
 
         Raises:
-            ValueError: the list is of other shards.
+            ValueError: the list is of other shards, or of fewer, as where files were added to the source since.
         """
         shards = self.source.shards()
-        listed = {shard for shard, _ in self.shared}
+        unseen = [] if self.seen is None else [shard for shard in shards if shard not in self.seen]
+        if unseen and len(unseen) < len(shards):
+            raise ValueError(
+                f"source.shared: {self.list} was made without {len(unseen):,} of the source's {len(shards):,} shards, "
+                f"such as {unseen[0]}; make it again with precompute/scores.py --shared"
+            )
+        listed = {shard for shard, _ in self.shared} if self.seen is None else self.seen
         if listed and listed.isdisjoint(shards):
             raise ValueError(
                 f"source.shared: {self.list} is of other shards, such as {min(listed)}; give the list of this source, "
@@ -66,14 +72,16 @@ class UnsharedSource:
                 yield sample
 
 
-def read_shared(file: Path) -> tuple[float, dict[tuple[str, str], float]]:
-    """The threshold of a list of `precompute.scoring.duplicates`, and the largest similarity of each image in it.
+def read_shared(file: Path) -> tuple[float, dict[tuple[str, str], float], set[str] | None]:
+    """The threshold of a list of `precompute.scoring.duplicates`, the largest similarity of each image in it, and the
+    shards that were looked through.
 
     Args:
         file: shared.json.
 
     Returns:
-        The threshold, and (shard, key) -> cosine similarity.
+        The threshold, (shard, key) -> cosine similarity, and ids of shards; None: the list is of an earlier version,
+        which did not write them.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -87,7 +95,8 @@ def read_shared(file: Path) -> tuple[float, dict[tuple[str, str], float]]:
         for pair in values["pairs"]:
             place = str(pair["image"]["shard"]), str(pair["image"]["key"])
             found[place] = max(float(pair["similarity"]), found.get(place, -math.inf))
-        return float(values["threshold"]), found
+        seen = values.get("shards")
+        return float(values["threshold"]), found, None if seen is None else set(map(str, seen))
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         problem = f"no {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"{file}: damaged ({problem}); make it again with precompute/scores.py --shared") from None

@@ -82,7 +82,8 @@ def write_shared(config: EncodeConfig, label: str, inside: str, threshold: float
         raise ValueError(f"--shared: {label} and {inside} were scored by different models; delete one folder of scores")
     images: list[Image] = []
     embeddings = []
-    for shard in sources[label].shards():
+    shards = sources[label].shards()
+    for shard in shards:
         scores = read_scores(folders[label], shard)
         images += [Image(shard, key) for key in scores.keys]
         embeddings.append(scores.embeddings)
@@ -111,6 +112,7 @@ def write_shared(config: EncodeConfig, label: str, inside: str, threshold: float
         "threshold": threshold,
         "images": len(images),
         "shared": len(found),
+        "shards": shards,  # those of the source that `unshared` can judge
         "pairs": [{"similarity": round(s, 5), "image": vars(one), "other": vars(other)} for s, one, other in pairs],
     }
     if label != inside:

@@ -339,7 +339,7 @@ def test_a_source_without_the_images_that_another_set_has(job):
     (shard,) = inner.shards()
     everything = {sample.key for sample in inner.read(shard)}
     source = UnsharedSource(source=inner, shared=str(shared))
-    assert source.shards() == [shard]
+    assert source.shards() == [shard] == json.loads(shared.read_text())["shards"]
     rows = list(source.read(shard))
     assert {row.key for row in rows if isinstance(row, Sample)} == everything - listed
     assert {row.key for row in rows if isinstance(row, Rejected) and row.reason == "shared_image"} == listed

@@ -82,6 +82,19 @@ def test_a_list_of_another_source_is_refused(listed):
         source.shards()
 
 
+@pytest.mark.parametrize("pairs", [PAIRS, []])
+def test_shards_that_the_list_was_made_without_are_refused(listed, pairs):
+    """Tars that were added since: the images that they share would stay without a word."""
+    source = UnsharedSource(source=Inner(), shared=listed(pairs=pairs, shards=["a"]))
+    message = "source.shared: .*shared.json was made without 1 of the source's 2 shards, such as b; make it again with"
+    with pytest.raises(ValueError, match=message):
+        source.shards()
+    for shards in ["b", "a"], ["gone", "a", "b"]:  # a source may have lost some
+        assert UnsharedSource(source=Inner(), shared=listed(pairs=pairs, shards=shards)).shards() == ["a", "b"]
+    with pytest.raises(ValueError, match="source.shared: .*shared.json is of other shards, such as c; give the"):
+        UnsharedSource(source=Inner(), shared=listed(pairs=pairs, shards=["c"])).shards()
+
+
 @pytest.mark.parametrize("at_least", [0.9, 1.5, float("nan")])
 def test_similarities_that_the_list_does_not_have(listed, at_least):
     with pytest.raises(ValueError, match="source.at_least: .*; give 0.95 to 1, because .* a threshold of 0.95"):
@@ -92,7 +105,8 @@ def test_similarities_that_the_list_does_not_have(listed, at_least):
     "content",
     ["", "[]", "{}", '{"threshold": 0.9}', '{"threshold": 0.9, "pairs": 3}', '{"threshold": 0.9, "pairs": [3]}',
      '{"threshold": null, "pairs": []}', '{"threshold": 0.9, "pairs": [{"similarity": "x", "image": {}}]}',
-     '{"threshold": 0.9, "pairs": [{"similarity": 0.9, "image": {"shard": "a"}}]}', "[" * 100_000],
+     '{"threshold": 0.9, "pairs": [{"similarity": 0.9, "image": {"shard": "a"}}]}',
+     '{"threshold": 0.9, "pairs": [], "shards": 3}', "[" * 100_000],
 )  # fmt: skip
 def test_a_damaged_list_is_named_in_a_line(tmp_path, content):
     (tmp_path / "shared.json").write_text(content)
