@@ -24,7 +24,8 @@ USUAL_VAE = (4, 8)
 USUAL_TEXT = (77, 1024)
 DVAE_DOWNSAMPLE = 8
 TEXT_BYTES = 60  # a usual caption with its key
-MDS_BYTES = 84  # of the MDS format per sample: sizes of the columns, offset of the sample
+ROW_KEY_BYTES = 20  # the key of a row of packed texts: the name of its shard and its number there
+MDS_NUMBER = 4  # bytes of the MDS format per sample for its offset, and for the size of each column that may vary
 
 
 def encode_report(config: EncodeConfig, missing: list[str], rank: Rank) -> str:
@@ -59,7 +60,7 @@ def pack_report(config: PackConfig, missing: list[str], rank: Rank) -> str:
         return OutputSet(f"{config.out}/{label}", shards)
 
     lines = _source_lines(config, _shards_line(output_of, partial(_options, config), rank))
-    size = 2 * (config.positions + 1) + TEXT_BYTES + MDS_BYTES
+    size = 2 * (config.positions + 1) + ROW_KEY_BYTES + 2 * MDS_NUMBER
     lines.append(f"expected size: {size:,} bytes per row of {config.positions} + 1 tokens, before compression")
     return "\n".join([*_config_lines(config, missing), *lines])
 
@@ -155,7 +156,7 @@ def _size_lines(config: EncodeConfig) -> list[str]:
             if not known:
                 lines.append(f"sizes of the {name} are assumed to be Stable Diffusion 2's: there is no local config")
     parts = columns.bytes_by_part()
-    parts[REST] += TEXT_BYTES + MDS_BYTES
+    parts[REST] += TEXT_BYTES + 3 * MDS_NUMBER  # key and caption vary
     total = sum(parts.values())
     lines.append(
         f"expected size: {total:,} bytes per image ({', '.join(f'{name} {size:,}' for name, size in parts.items())}), "

@@ -100,6 +100,13 @@ def test_rows_of_other_texts_are_not_taken_for_them(text_sets, capsys, flags):
     assert "holds values made with source {" in capsys.readouterr().err
 
 
+def test_a_dry_run_says_what_a_row_takes_on_disk(text_sets, capsys):
+    pack.main([str(text_sets / "docs" / "config.yaml"), "--dry-run"])
+    (size,) = re.findall(r"expected size: (\d+) bytes per row of 16 \+ 1 tokens", capsys.readouterr().out)
+    manifest = TextManifest.read(text_sets / "docs" / NAME)
+    assert int(size) == pytest.approx(manifest.bytes / manifest.samples, rel=0.05)
+
+
 def pack_again(text_sets, out):
     """Packs the texts of a set again; the parts of its own folder that must be the same."""
     config = [str(text_sets / "docs" / "config.yaml"), f"out={out}"]
