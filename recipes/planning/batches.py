@@ -10,6 +10,8 @@ from torch import Tensor
 
 from data.cost import FLOAT
 from data.encoded.manifest import NAME, Manifest
+from data.encoded.text_manifest import NAME as TEXT_NAME
+from data.encoded.text_manifest import TextManifest
 from recipes.config.build import build
 from recipes.config.recipe import Recipe
 from recipes.config.values import Component
@@ -80,7 +82,27 @@ def batch_bytes(batch: dict[str, Tensor], samples: int, microbatch: int) -> int:
     return sample_bytes(batch) * samples + 2 * FLOAT * values * microbatch
 
 
+def stored_bytes(recipe: Recipe) -> float | None:
+    """Bytes that one sample takes in the recipe's encoded sets, by their manifests; None: one is not on this machine.
+
+    A sample has all that was encoded of its image, in other resolutions and crops too, and is fetched as a whole.
+    """
+    total = shares = 0.0
+    for encoded in build(recipe.data.args.get("streams") or {}).values():
+        folder, options = Path(encoded.local), encoded.options
+        if (folder / NAME).is_file():
+            found = Manifest.read(folder)
+        elif (folder / TEXT_NAME).is_file():
+            found = TextManifest.read(folder / TEXT_NAME)
+        else:
+            return None
+        share = options.get("proportion") or found.samples * (options.get("repeat") or 1.0)
+        total += share * found.bytes / max(1, found.samples)
+        shares += share
+    return total / shares if shares else None
+
+
 def sample_bytes(batch: dict[str, Tensor]) -> int:
-    """Bytes of one sample as it is stored: 16 bits per value, and mean and deviation for latents."""
+    """Bytes of one sample as it is read: 16 bits per value, and mean and deviation for latents."""
     values = {name: tensor[0].numel() for name, tensor in batch.items() if name != "text_tokens"}
     return 2 * sum(count * (2 if name == "latents" else 1) for name, count in values.items())

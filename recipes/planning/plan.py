@@ -10,7 +10,7 @@ import torch._dynamo  # noqa: F401 - it must be imported before the meta device 
 from data.cost import Epoch, count_text, size_text
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe
-from recipes.planning.batches import blank_batch, sample_bytes, traced_model
+from recipes.planning.batches import blank_batch, sample_bytes, stored_bytes, traced_model
 from recipes.planning.costs import costs_of, parameter_counts, plan_of
 from recipes.planning.devices import Devices
 from recipes.planning.divided_run import USABLE, Cluster, DividedRun, Setting
@@ -41,7 +41,7 @@ class Planner:
         self.check = check
         self.task = build_on_meta(traced_model(recipe))
         self.batches = tuple(blank_batch(recipe, self.task, number) for number in NUMBERS)
-        self.sample_bytes = sample_bytes(self.batches[0])
+        self.sample_bytes = stored_bytes(recipe) or sample_bytes(self.batches[0])
         self.traces = traces_of(self.task, self.batches)
         self.costs = costs_of(recipe, plan_of(recipe, self.task, Devices(1, 1)))
         self._divided = {1: self.traces}
