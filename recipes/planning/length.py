@@ -24,17 +24,30 @@ class Length:
         steps: optimizer steps of the run.
         epoch_steps: optimizer steps per epoch.
         batch: samples per step, over all devices.
+        epoch_samples: samples per epoch, if its last batch has fewer than the others; None: all have as many.
     """
 
     steps: int | None
     epoch_steps: int | None
     batch: int
+    epoch_samples: int | None = None
+
+    @property
+    def samples(self) -> int | None:
+        """Samples that the run is trained on, over all devices."""
+        if self.steps is None or self.epoch_samples is None:
+            return None if self.steps is None else self.steps * self.batch
+        epochs, rest = divmod(self.steps, self.epoch_steps)
+        return epochs * self.epoch_samples + rest * self.batch
 
     def steps_in(self, duration: str) -> float | None:
         """A duration in optimizer steps, such as 25.0 for "1ep"."""
         number, unit = DURATION.fullmatch(duration).groups()
         if unit == "sp":  # divided: by a factor of 1 / batch, 7 batches of 75 would be slightly more than 7
-            return float(number) / self.batch
+            if self.epoch_samples is None:
+                return float(number) / self.batch
+            epochs, rest = divmod(float(number), self.epoch_samples)
+            return epochs * self.epoch_steps + rest / self.batch
         steps = {"ba": 1.0, "ep": self.epoch_steps, "dur": self.steps}[unit]
         return None if steps is None else float(number) * steps
 
@@ -68,7 +81,7 @@ def length_of(recipe: Recipe, epoch: Epoch) -> Length:
             "batches (ba) or samples (sp)"
         )
     batch = recipe.training.global_batch
-    epoch_steps = None
+    epoch_steps = epoch_samples = None
     if epoch.samples is not None:
         epoch_steps = math.ceil(epoch.samples / batch) if epoch.incomplete_batch else epoch.samples // batch
         if epoch_steps == 0:
@@ -76,8 +89,9 @@ def length_of(recipe: Recipe, epoch: Epoch) -> Length:
                 f"training.global_batch: {batch} is more than the {epoch.samples} samples of an epoch; give as many or "
                 "fewer"
             )
-    steps = Length(None, epoch_steps, batch).steps_in(recipe.training.duration)
-    return Length(None if steps is None else math.ceil(steps), epoch_steps, batch)
+        epoch_samples = epoch.samples if epoch.incomplete_batch else None
+    steps = Length(None, epoch_steps, batch, epoch_samples).steps_in(recipe.training.duration)
+    return Length(None if steps is None else math.ceil(steps), epoch_steps, batch, epoch_samples)
 
 
 def in_epochs(values: dict[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
@@ -114,7 +128,7 @@ def length_text(recipe: Recipe, length: Length) -> str:
             f"{recipe.training.duration}; the number of steps depends on data that is not on this machine or has no "
             "manifest"
         )
-    text = f"{count_text(length.steps, 'step')}, {count_text(length.steps * length.batch, 'sample')}"
+    text = f"{count_text(length.steps, 'step')}, {count_text(length.samples, 'sample')}"
     if length.epoch_steps is not None:
         text += f", {length.steps / length.epoch_steps:,.2f} epochs of {count_text(length.epoch_steps, 'step')}"
     warmup = str(recipe.schedule.args.get("warmup"))

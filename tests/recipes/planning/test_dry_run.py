@@ -1,6 +1,7 @@
 """What a dry run says: the model's size, the arithmetic of batches, and what would be written."""
 
 import re
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ from recipes.planning.costs import cost_of
 from recipes.planning.devices import Devices
 from recipes.planning.dry_run import describe_run, survey
 from recipes.planning.length import Length, length_of
-from recipes.training.clock import Clock, Interval
+from recipes.training.clock import Clock, Interval, parse_duration
 
 ROOT = Path(__file__).resolve().parents[3]
 YAMLS = sorted(path.name for path in (ROOT / "yamls").glob("*.yaml") if "\nmodel:" in path.read_text())
@@ -272,7 +273,7 @@ def test_epochs_are_known_from_a_manifest(tmp_path):
     lines = dry(
         "sd2_base.yaml", *SHORT, "data.streams.train.repeat=0.5", "data.drop_last=false", "training.duration=1ep"
     )
-    assert "run: 1 step, 2,048 samples, 1.00 epochs of 1 step" in lines
+    assert "run: 1 step, 500 samples, 1.00 epochs of 1 step" in lines
     with pytest.raises(ValueError, match="training.global_batch: 2048 is more than the 1000 samples of an epoch"):
         dry("sd2_base.yaml", *SMALL)
 
@@ -414,6 +415,21 @@ def test_lengths_that_are_not_whole_numbers():
     assert Length(steps=207, epoch_steps=None, batch=8).times("0.02dur") == 50
     training = SimpleNamespace(global_batch=8, duration="100sp")
     assert length_of(SimpleNamespace(training=training), Epoch(None)).steps == 13
+
+
+@pytest.mark.parametrize("duration", ["3ep", "52ba", "309sp", "310sp", "100sp"])
+def test_the_last_batch_of_an_epoch_may_have_fewer_samples(duration):
+    """An epoch of 103 samples has 17 batches of 6, and one of a single sample."""
+    training = SimpleNamespace(global_batch=6, duration=duration)
+    found = length_of(SimpleNamespace(training=training), Epoch(103, incomplete_batch=True))
+    sizes = cycle([6] * 17 + [1])
+    steps = samples = 0
+    number, unit = parse_duration(duration)
+    while {"ep": steps / 18, "ba": steps, "sp": samples}[unit] < number:
+        steps, samples = steps + 1, samples + next(sizes)
+    assert (found.steps, found.samples) == (steps, samples)
+    whole = length_of(SimpleNamespace(training=training), Epoch(103))
+    assert whole.samples == 6 * whole.steps
 
 
 @pytest.mark.parametrize("batch", [48, 75, 600])
