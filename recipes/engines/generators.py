@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from typing import Any
 
@@ -57,6 +58,21 @@ def restore_generators(states: list[dict[str, Any]]) -> None:
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def set_apart() -> None:
+    """Seed the generators of PyTorch anew where a rank below has the same state. Every rank must call it.
+
+    The devices of a tensor parallel group draw the same numbers. In a checkpoint of theirs, neighbouring ranks have the
+    same states; where a run goes on with smaller groups, ranks with different samples would draw the same numbers.
+    Where it goes on with the same groups, `TensorParallel` gives them the state of their first device again.
+    """
+    if world_size() == 1:
+        return
+    digests = [""] * world_size()
+    dist.all_gather_object(digests, hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest())
+    if digests[rank()] in digests[: rank()]:
+        torch.manual_seed(int(torch.randint(1 << 62, ())) + rank())
 
 
 def check_position(state: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from composer import Callback, Logger, State
 from composer.utils import dist, reproducibility
 
 from recipes.engines.checkpoints.lazy import copied
-from recipes.engines.generators import check_position
+from recipes.engines.generators import check_position, set_apart
 from recipes.training.ranks import rank, world_size
 
 
@@ -22,6 +22,7 @@ class Generators(Callback):
 
     def __init__(self) -> None:
         self.saved: dict[str, Any] | None = None  # of this rank
+        self.resumes = False  # on all ranks, also on those that the checkpoint has no state of
 
     def state_dict(self) -> dict[str, Any]:
         # Of all ranks. A run that ends before its first batch, as one that was complete, passes on what it got.
@@ -29,6 +30,7 @@ class Generators(Callback):
         return {"generators": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.resumes = True
         saved = state["generators"][rank()] if rank() < len(state["generators"]) else None
         # Where a sharded checkpoint has no state of this rank, there is an empty form; see `LoadPlanner`.
         self.saved = copied(saved) if saved is not None and isinstance(saved["numpy"][1], np.ndarray) else None
@@ -39,3 +41,6 @@ class Generators(Callback):
         if self.saved is not None:
             reproducibility.load_rng_state([self.saved] * world_size())
             self.saved = None
+        if self.resumes:
+            set_apart()
+            self.resumes = False

@@ -16,7 +16,7 @@ from recipes.config.recipe import Recipe
 from recipes.config.values import plain_values
 from recipes.engines.checkpoints.files import end_if_asked
 from recipes.engines.counts import epoch_batches, in_present_batches
-from recipes.engines.generators import restore_generators, seed_all
+from recipes.engines.generators import restore_generators, seed_all, set_apart
 from recipes.engines.lightning.checkpoints import Checkpoints
 from recipes.engines.lightning.data import RunBatches
 from recipes.engines.lightning.hook_calls import BetweenBatches, HookCalls
@@ -172,6 +172,7 @@ def restore_saved(checkpoints: Checkpoints) -> None:
     """The generators go on where the checkpoint's run stopped, whatever was drawn until the first batch came."""
     if checkpoints.generators is not None:
         restore_generators(checkpoints.generators)
+        set_apart()
         checkpoints.generators = None
 
 

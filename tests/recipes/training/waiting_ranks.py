@@ -31,7 +31,7 @@ from recipes.engines.checkpoints.fetched import fetched
 from recipes.engines.checkpoints.files import CheckpointFiles
 from recipes.engines.checkpoints.own_load_plan import OwnLoadPlan
 from recipes.engines.checkpoints.save_planner import SavePlanner
-from recipes.engines.generators import generator_states, restore_generators, seed_all
+from recipes.engines.generators import generator_states, restore_generators, seed_all, set_apart
 from recipes.engines.resuming import prepare_folder
 from recipes.models.task import Task
 from recipes.scoring.extractors import Features
@@ -365,6 +365,11 @@ def what_they_tell_each_other(folder):
     restore_generators(states)
     assert [state["torch"][0].item() for state in states] == [0, 1] and torch.initial_seed() == number
     assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(number)))
+    for seeds, alone in (((4, 5), (True, True)), ((4, 4), (True, False))):  # the second: of a tensor parallel group
+        seed_all(seeds[number])
+        set_apart()
+        first = torch.rand(3, generator=torch.Generator().manual_seed(seeds[number]))
+        assert torch.equal(torch.rand(3), first) == alone[number], seeds
 
 
 def a_failure_of_the_first_rank(folder):

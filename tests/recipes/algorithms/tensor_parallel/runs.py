@@ -26,6 +26,19 @@ MACHINES = [
 ]
 
 
+class Drawn(Recorder):
+    """Also says in how many states the ranks' generators are after the last batch."""
+
+    def step_end(self, run):
+        super().step_end(run)
+        self.state = torch.get_rng_state().numpy().tobytes()
+
+    def states(self) -> int:
+        found = [b""] * dist.get_world_size()
+        dist.all_gather_object(found, self.state)
+        return len(set(found))
+
+
 def check_runs(recipes: dict[str, str], folder: Path) -> None:
     """Runs under both engines, and resumed on other numbers of devices, against one without division.
 
@@ -89,13 +102,14 @@ def of_earlier_version(run: Path, folder: Path) -> Path:
 
 
 def check_resumed_dropout(recipes: dict[str, str], folder: Path) -> None:
-    """Language models with dropout that go on after batch 1 of 2 draw the same numbers, in and outside of branches."""
+    """Language models with dropout that go on after batch 1 of 2 draw the same numbers, in and outside of branches. On
+    devices that have samples of their own from then on, they draw other numbers."""
     for engine, model, changes in (("composer", "language 2", [SEQUENCE]), ("lightning", "language 4", [TWO])):
 
         def run(name: str, *more: str, engine=engine, model=model, changes=changes) -> Recorder:
             own = [f"output={folder / name}", f"training.engine={engine}"]
             recipe = load_config(recipes[model], [*own, *changes, *more], Recipe)
-            return record(engine, recipe, Recorder(False, False))
+            return record(engine, recipe, Drawn(False, False))
 
         first = run(f"dropout_{engine}")
         checkpoints = (folder / f"dropout_{engine}" / "checkpoints").iterdir()
@@ -104,6 +118,9 @@ def check_resumed_dropout(recipes: dict[str, str], folder: Path) -> None:
         assert again.losses == first.losses[1:] and len(again.losses) == 1, (engine, again.losses, first.losses)
         figures = [dict(one.evals[-1][2]) for one in (first, again)]
         assert figures[0] == figures[1] and set(figures[0]) == {"loss", "perplexity"}
+        whole = ["training={tensor_parallel: 1, sequence_parallel: false, microbatch: 2, fsdp: {}}", NO_EXPORT]
+        apart = run(f"dropout_{engine}_apart", f"checkpoints.load_path={middle}", *whole)
+        assert [one.states() for one in (first, again, apart)] == [4 // int(model[-1]), 4 // int(model[-1]), 4]
 
 
 def check_resumed_dit(recipes: dict[str, str], folder: Path) -> None:
