@@ -199,8 +199,8 @@ class Checkpoints:
     azure://ACCOUNT.blob.core.windows.net/CONTAINER/FOLDER. A run whose output folder has no checkpoint, or an older
     one, resumes from there. null: no copies."""
     load_path: InputPath | None = None
-    """Checkpoint to resume from, a file or a remote address. Weights, the optimizer's state and step are restored. A
-    run that resumes from a checkpoint of its own does not read it."""
+    """Checkpoint to resume from: a file, the folder of a sharded one, or a remote address. Weights, the optimizer's
+    state and step are restored. A run that resumes from a checkpoint of its own does not read it."""
     load_weights: InputPath | None = None
     """Folder from which only the weights are loaded: an export of a run, or a folder of diffusers with safetensors.
     Step, optimizer and schedule start at the beginning. A run that resumes does not read it."""
