@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
+import signal
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +14,8 @@ from cluster.status import AGAIN, MISTAKE
 
 # Slurm replaces %j by the job's number and %a by that of the array's task.
 LOGS = "runs/jobs"
+# Statuses of an encode job that a signal ended, which does not catch them: ahead of the time limit, and by pre-emption.
+ENDED_BY_USR1, ENDED_BY_TERM = 128 + signal.SIGUSR1, 128 + signal.SIGTERM
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ def _directives(job: Job, options: SlurmOptions) -> list[str]:
         "cpus-per-task": None if job.cpus is None else job.cpus * (job.processes if training else 1),
         "mem": None if job.memory_gb is None else f"{job.memory_gb if training else job.memory_gb // job.processes}G",
         "time": None if job.hours is None else math.ceil(job.hours * 60),
-        "signal": f"USR1@{job.grace}" if training else None,
+        "signal": f"USR1@{job.grace}",
         "output": f"{LOGS}/{job.name}-%j.log" if training else f"{LOGS}/{job.name}-%A_%a.log",
     }
     lines = [f"{key}={value}" for key, value in given.items() if value is not None]
@@ -206,13 +209,25 @@ def _encoding(job: Job, options: SlurmOptions) -> list[str]:
     return f"""
 {_exports(job)}
 mkdir -p {LOGS}
+task="${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID"
+failures="{LOGS}/{job.name}-$task.failures"  # those in a row
+# Time limits and pre-emption signal the processes of the step; this script waits for their end.
+trap : TERM USR1
 export RANK=$SLURM_ARRAY_TASK_ID WORLD_SIZE={job.machines * job.processes} LOCAL_RANK=0
 {_srun(job, options)} {encode}
 status=$?
+case "$status" in
+    0 | {ENDED_BY_USR1} | {ENDED_BY_TERM}) rm -f "$failures" ;;
+    *) echo "$status" >>"$failures" ;;
+esac
 # A mistake in the config fails again; everything else goes on with the shards that are not done.
-if [ "$status" -ne 0 ] && [ "$status" -ne {MISTAKE} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {job.retries} ]; then
-    echo "job: status $status: queued again"
-    scontrol requeue "${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID"
+if [ "$status" -ne 0 ] && [ "$status" -ne {MISTAKE} ]; then
+    if [ "$(cat "$failures" 2>/dev/null | wc -l)" -le {job.retries} ]; then
+        echo "job: status $status: queued again"
+        scontrol requeue "$task" || echo "job: this cluster does not requeue; submit it again to go on"
+    else
+        echo "job: failed {job.retries + 1} times in a row"
+    fi
 fi
 exit "$status"
 """.strip("\n").split("\n")

@@ -83,12 +83,23 @@ def test_an_encode_job_is_an_array_with_one_gpu_for_each_task():
 
 
 @pytest.mark.parametrize(
-    ("status", "restarts", "requeued"), [(0, 0, False), (1, 0, True), (137, 2, True), (1, 3, False), (2, 0, False)]
+    ("starts", "requeued"),
+    [
+        ([0], 0),
+        ([1, 137, 0], 2),
+        ([1, 1, 137, 1], 3),  # then it gives up
+        ([2], 0),  # a mistake
+        ([138, 1, 143, 1, 1, 138, 1, 1, 1, 1], 9),  # stops that were asked for end the row of failures
+    ],
 )
-def test_a_task_of_an_encode_job_that_fails_is_queued_again(status, restarts, requeued, tmp_path):
-    task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "5", "SLURM_RESTART_COUNT": str(restarts)}
-    returned, _, calls = run_with_stand_ins(made("slurm", ENCODE, "--machines", "4"), tmp_path, [str(status)], **task)
-    assert returned == status and calls[1:] == ["scontrol requeue 7_5"] * requeued
+def test_a_task_of_an_encode_job_that_fails_or_is_asked_to_stop_is_queued_again(starts, requeued, tmp_path):
+    script = made("slurm", ENCODE, "--machines", "4", "--hours", "24")
+    assert directives(script)["signal"] == "USR1@300"  # the time limit itself would end the job
+    for number, status in enumerate(starts):
+        task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "5", "SLURM_RESTART_COUNT": str(number)}
+        returned, _, calls = run_with_stand_ins(script, tmp_path, [str(status)], **task)
+        assert returned == status
+    assert [call for call in calls if "scontrol" in call] == ["scontrol requeue 7_5"] * requeued
 
 
 def run_with_stand_ins(script, tmp_path, statuses, job="1", **variables):
