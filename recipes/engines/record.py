@@ -6,6 +6,7 @@ written, so that a start that was killed before its first checkpoint leaves no t
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from itertools import count
 from pathlib import Path
@@ -124,11 +125,10 @@ def _compare_recipes(record: Path, recipe: Recipe, refusal: str, other: str) -> 
     refused = [change for change in changes if not _is_allowed(change, recipe.checkpoints.allow_changes)]
     if refused:
         listed = "; ".join(f"{key} was {quoted(old)}, is {quoted(new)}" for key, old, new in refused)
-        keys = ", ".join(key for key, _, _ in refused)
-        raise ValueError(
-            f"{refusal} was begun with: {listed}; give another {other}, or go on with "
-            f"checkpoints.allow_changes=[{keys}]"
-        )
+        # A list on the command line replaces that of the YAML; brackets and spaces mean something to a shell.
+        keys = ", ".join([*recipe.checkpoints.allow_changes, *(key for key, _, _ in refused)])
+        argument = shlex.quote(f"checkpoints.allow_changes=[{keys}]")
+        raise ValueError(f"{refusal} was begun with: {listed}; give another {other}, or go on with {argument}")
     return [key for key, _, _ in changes]
 
 

@@ -1,6 +1,7 @@
 """A run that goes on is the run that it was: its recipe, and what encoded its data."""
 
 import json
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -113,8 +114,16 @@ def test_a_change_may_be_allowed_by_its_key_or_one_above(begun, quick_recipe):
     for allowed in ("optimizer,seed", "optimizer.lr,optimizer.weight_decay,seed"):
         recipe = quick_recipe(begun, *BEGUN, *changes, f"checkpoints.allow_changes=[{allowed}]")
         assert set(check_record(recipe)) == {"seed", "optimizer.lr", "optimizer.weight_decay"}
-    with pytest.raises(ValueError, match=r"seed was 17, is 3; give another output, or .*allow_changes=\[seed\]"):
-        check_record(quick_recipe(begun, *BEGUN, *changes, "checkpoints.allow_changes=[optimizer]"))
+
+
+@pytest.mark.parametrize("allowed", [[], ["checkpoints.allow_changes=[optimizer]"]])
+def test_the_argument_that_a_refusal_names_can_be_pasted(begun, quick_recipe, allowed):
+    """Without quotes a shell made two arguments of it. What was allowed before was missing, and was refused then."""
+    changes = ["optimizer.lr=1e-3", "seed=3", *allowed]
+    with pytest.raises(ValueError, match="seed was 17, is 3; .*give another output, or go on with ") as error:
+        check_record(quick_recipe(begun, *BEGUN, *changes))
+    (argument,) = shlex.split(str(error.value).partition("go on with ")[2])
+    assert set(check_record(quick_recipe(begun, *BEGUN, *changes, argument))) == {"seed", "optimizer.lr"}
 
 
 def test_a_callback_that_acts_on_training_may_not_be_removed_either(begun, quick_recipe):
