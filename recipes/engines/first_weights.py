@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def load_first_weights(recipe: Recipe, task: Task) -> None:
     if task.exports_average_beside and record.get("average"):
         log.info(
             f"checkpoints.load_weights: the weights as trained; {folder} also holds their average, which "
-            f"`python recipes/export.py {folder} FOLDER` writes into a folder of its own"
+            f"`python recipes/export.py {shlex.quote(str(folder))} FOLDER` writes into a folder of its own"
         )
 
 

@@ -19,7 +19,7 @@ from recipes.engines.checkpoints.plain_pickles import DamagedCheckpoint
 from recipes.engines.checkpoints.same_model import Saved, saved_at
 from recipes.engines.record import RECORDS, check_copy, check_record, keep_with
 from recipes.engines.shared_folder import check_shared
-from recipes.training.checkpoint_names import KINDS, Kind, batch_of, check_engine, newest_of_all
+from recipes.training.checkpoint_names import KINDS, Kind, batch_of, check_engine, conversion, newest_of_all
 from recipes.training.ranks import by_first_rank
 
 # What `data.system.files` writes before it renames: the name, often the machine, and the process.
@@ -133,7 +133,7 @@ def check_form(recipe: Recipe, start: Path) -> None:
     if start.is_dir() and recipe.training.fsdp is None and recipe.training.engine == "composer":
         raise ValueError(
             f"{start}: Composer loads a sharded checkpoint only into a run with training.fsdp; make it a full one with "
-            f"`python recipes/convert_checkpoint.py {start} --to composer`"
+            f"{conversion(start, 'composer')}{'' if recipe.goes_on() else ', and give checkpoints.load_path that one'}"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,6 +68,11 @@ def resolved(path: Path) -> Path:
     return path.parent if path.suffix == ".distcp" else path
 
 
+def conversion(path: Path | str, engine: str) -> str:
+    """The command that converts a checkpoint for an engine, as messages name it."""
+    return f"`python recipes/convert_checkpoint.py {shlex.quote(str(path))} --to {engine}`"
+
+
 def batch_of(checkpoint: str) -> int | None:
     """The batch in the name of a checkpoint; None for other names."""
     match = NAME.match(checkpoint)
@@ -109,6 +115,5 @@ def check_engine(folder: Path, engine: str) -> None:
         if own is None or (batch_of(own.name) or 0) < (batch_of(newest.name) or 0):
             raise ValueError(
                 f"checkpoints.autoresume: the newest checkpoint, {newest}, was written by {kind.engine.capitalize()}; "
-                f"convert it with `python recipes/convert_checkpoint.py {newest} --to {engine}`, or set "
-                f"training.engine: {kind.engine}"
+                f"convert it with {conversion(newest, engine)}, or set training.engine={kind.engine}"
             )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from recipes.models.legacy_weights import part_of, separate_names
-from recipes.training.checkpoint_names import REST
+from recipes.training.checkpoint_names import REST, conversion
 
 
 def upgraded(value: Any) -> Any:
@@ -54,7 +54,7 @@ def check_names(folder: Path, names: Iterable[str]) -> None:
         full = "" if engine == "lightning" else ", and go on from that with training.fsdp.checkpoints=full"
         raise ValueError(
             f"{folder}: a sharded checkpoint of an earlier version, in which parameters have other names; make a full "
-            f"one of it by `python recipes/convert_checkpoint.py {folder} --to {engine}`{full}"
+            f"one of it by {conversion(folder, engine)}{full}"
         )
 
 

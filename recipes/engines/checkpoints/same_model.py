@@ -7,6 +7,7 @@ optimizer.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from recipes.engines.checkpoints.legacy import check_names, upgraded
 from recipes.engines.checkpoints.plain_pickles import NOT_WHOLE, damaged, load_plain, plain_metadata
 from recipes.engines.checkpoints.sharded_files import METADATA
 from recipes.engines.lightning.checkpoint_format import read_file
-from recipes.training.checkpoint_names import REST
+from recipes.training.checkpoint_names import REST, conversion
 
 # Where they are in a checkpoint: weights by engine, and Composer's optimizers, by their classes.
 WEIGHTS = {"composer": ("state", "model"), "lightning": ("weights",)}
@@ -53,8 +54,8 @@ class Saved:
         if self.optimizer != optimizer:
             raise ValueError(
                 f"{self.path}: holds the state of {self.optimizer}, the recipe's optimizer is {optimizer}; to go "
-                f"on with its weights alone, export them with `python recipes/export.py {self.path} FOLDER --weights "
-                "raw`, and begin a run with another output and checkpoints.load_weights=FOLDER"
+                f"on with its weights alone, export them with `python recipes/export.py {shlex.quote(str(self.path))} "
+                "FOLDER --weights raw`, and begin a run with another output and checkpoints.load_weights=FOLDER"
             )
         there = {name: str(tuple(shape)) for name, shape in self.shapes.items()}
         here = {name: str(tuple(tensor.shape)) for name, tensor in task.state_dict().items()}
@@ -125,5 +126,5 @@ def saved_in(path: Path | str, state: Any, engine: str) -> Saved:
 def _of_the_other(path: Path | str, engine: str) -> ValueError:
     return ValueError(
         f"{path}: not a checkpoint of the engine {engine}; one of the other engine is converted by "
-        f"`python recipes/convert_checkpoint.py {path} --to {engine}`"
+        f"{conversion(path, engine)} into one beside it; give that"
     )

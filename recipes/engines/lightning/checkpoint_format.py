@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.engines.checkpoints.plain_pickles import load_plain
+from recipes.training.checkpoint_names import conversion
 
 FORMAT = 1
 
@@ -45,6 +46,6 @@ def read_file(path: Path, lazily: bool = False) -> dict[str, Any]:
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise ValueError(
             f"{path}: not a checkpoint of the engine lightning; one of Composer's is converted by "
-            f"`python recipes/convert_checkpoint.py {path} --to lightning`"
+            f"{conversion(path, 'lightning')} into one beside it; give that"
         )
     return state

@@ -4,6 +4,7 @@ import importlib
 import os
 import re
 import resource
+import shlex
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -98,14 +99,16 @@ def folder_with(folder, files, links):
     ],
 )
 def test_an_engine_does_not_begin_anew_beside_the_others_checkpoints(tmp_path, files, links, engine, other):
-    folder = folder_with(tmp_path / "checkpoints", files, links)
+    folder = folder_with(tmp_path / "a run" / "checkpoints", files, links)
     if other is None:
         check_engine(folder, engine)
     else:
         writer = "lightning" if engine == "composer" else "composer"
-        said = f"{other}, was written by {writer.capitalize()}; convert it .* --to {engine}`, or set .*: {writer}"
-        with pytest.raises(ValueError, match=said):
+        told = f"convert it .* --to {engine}`, or set training.engine={writer}$"
+        said = f"{other}, was written by {writer.capitalize()}; {told}"
+        with pytest.raises(ValueError, match=said) as error:
             check_engine(folder, engine)
+        assert shlex.split(str(error.value).split("`")[1])[2:] == [str(folder / other), "--to", engine]
 
 
 @pytest.mark.parametrize("engine", ["composer", "lightning"])

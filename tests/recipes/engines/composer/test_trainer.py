@@ -407,12 +407,11 @@ def test_replicas_that_nothing_averages_are_refused(quick_recipe, tmp_path, monk
 def test_a_sharded_checkpoint_of_another_run(sharded, quick_recipe, tmp_path, starts):
     """Without `fsdp` Composer took the folder for a damaged file, and the message said to remove it. Of a deeper model
     it read the layers that the recipe has."""
-    for recipe in (
-        quick_recipe(sharded, "checkpoints.autoresume=true", "checkpoints.allow_changes=[training]"),
-        quick_recipe(tmp_path, f"checkpoints.load_path={sharded}/checkpoints/ep0-ba1"),
-    ):
-        with pytest.raises(ValueError, match=r"ep0-ba1: .*convert_checkpoint.py \S+ep0-ba1 --to composer`$"):
-            starts(recipe)
+    command = r"ep0-ba1: .*convert_checkpoint.py \S+ep0-ba1 --to composer`"
+    with pytest.raises(ValueError, match=f"{command}$"):  # the converted one is then the newest of the run
+        starts(quick_recipe(sharded, "checkpoints.autoresume=true", "checkpoints.allow_changes=[training]"))
+    with pytest.raises(ValueError, match=f"{command}, and give checkpoints.load_path that one$"):
+        starts(quick_recipe(tmp_path, f"checkpoints.load_path={sharded}/checkpoints/ep0-ba1"))
     path = [f"checkpoints.load_path={sharded}/checkpoints/latest-rank0.pt", "training.fsdp={}"]
     with pytest.raises(ValueError, match=r"of another model: \S+layers.1\S+ is \(.* and not there"):
         starts(quick_recipe(tmp_path, *path, "model.denoiser.layers=1"))

@@ -2,6 +2,7 @@
 
 import gc
 import random
+import shlex
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -266,11 +267,14 @@ def test_without_autoresume_a_run_begins(tmp_path):
 
 
 def test_checkpoints_that_cannot_be_loaded_are_refused_in_one_line(tmp_path):
-    (tmp_path / "checkpoints").mkdir()
+    tmp_path /= "a run"
+    (tmp_path / "checkpoints").mkdir(parents=True)
     of_composer = tmp_path / "checkpoints" / "latest-rank0.pt"
     torch.save({"state": {}, "rng": []}, of_composer)
-    with pytest.raises(ValueError, match=r"latest-rank0.pt: not a checkpoint of the engine lightning"):
+    said = "latest-rank0.pt: not a checkpoint of the engine lightning; .*; give that$"
+    with pytest.raises(ValueError, match=said) as error:
         new_checkpoints(tmp_path, load_path=str(of_composer), autoresume=False)
+    assert shlex.split(str(error.value).split("`")[1])[2:] == [str(of_composer), "--to", "lightning"]
     with pytest.raises(FileNotFoundError, match="there is no such checkpoint"):
         new_checkpoints(tmp_path, load_path=str(tmp_path / "none.ckpt"), autoresume=False)
     with pytest.raises(ValueError, match="copy the checkpoint to one first"):
