@@ -17,6 +17,7 @@ from recipes.engines.checkpoints.fetched import fetch_newest
 from recipes.engines.checkpoints.files import OLD, PARTIAL, remove
 from recipes.engines.checkpoints.plain_pickles import DamagedCheckpoint
 from recipes.engines.checkpoints.same_model import Saved, saved_at
+from recipes.engines.checkpoints.sharded_files import METADATA
 from recipes.engines.record import RECORDS, check_copy, check_record, keep_with
 from recipes.engines.shared_folder import check_shared
 from recipes.training.checkpoint_names import KINDS, Kind, batch_of, check_engine, conversion, newest_of_all
@@ -107,7 +108,7 @@ def start_of(recipe: Recipe, engine: str, load_path: str | None) -> Path | None:
 
     Raises:
         FileNotFoundError: `load_path` does not exist, and the run's bucket has no checkpoint.
-        ValueError: `load_path` is a folder that holds checkpoints.
+        ValueError: `load_path` is a folder that holds checkpoints, or an export.
     """
     newest = KINDS[engine].newest(Path(recipe.output, "checkpoints")) if recipe.checkpoints.resumes else None
     if newest is not None or not load_path or scheme_of(load_path):
@@ -116,6 +117,10 @@ def start_of(recipe: Recipe, engine: str, load_path: str | None) -> Path | None:
     inner = newest_of_all(path) or newest_of_all(path / "checkpoints")
     if inner is not None:
         raise ValueError(f"checkpoints.load_path: {path} is a folder of checkpoints; name one of them, such as {inner}")
+    if (path / "export.json").is_file():
+        raise ValueError(
+            f"checkpoints.load_path: {path} is an export, which has weights alone; give it as checkpoints.load_weights"
+        )
     bucket = recipe.checkpoints.bucket
     if bucket is not None and not path.exists():  # no error of the config, as the bucket might have had a checkpoint
         raise FileNotFoundError(
@@ -130,7 +135,8 @@ def check_form(recipe: Recipe, start: Path) -> None:
     Raises:
         ValueError: it is a sharded one, the run does not shard, and its engine is Composer.
     """
-    if start.is_dir() and recipe.training.fsdp is None and recipe.training.engine == "composer":
+    sharded = (start / METADATA).is_file()  # without it, another message says what the folder lacks
+    if sharded and recipe.training.fsdp is None and recipe.training.engine == "composer":
         raise ValueError(
             f"{start}: Composer loads a sharded checkpoint only into a run with training.fsdp; make it a full one with "
             f"{conversion(start, 'composer')}{'' if recipe.goes_on() else ', and give checkpoints.load_path that one'}"

@@ -233,6 +233,21 @@ def test_a_file_of_load_path_that_is_gone_while_the_run_has_a_bucket(quick_recip
     assert start_of(recipe, engine, str(file)) == fetched
 
 
+@pytest.mark.parametrize("engine", ["composer", "lightning"])
+def test_an_export_is_no_checkpoint(quick_recipe, tmp_path, engine):
+    """It was taken for a sharded one without its metadata, and the advice was to convert it."""
+    export = tmp_path / "export"
+    export.mkdir()
+    (export / "export.json").write_text("{}")
+    recipe = quick_recipe(tmp_path / "run", f"checkpoints.load_path={export}", f"training.engine={engine}")
+    said = f"^checkpoints.load_path: {export} is an export, .*; give it as checkpoints.load_weights$"
+    with pytest.raises(ValueError, match=said):
+        check_on_meta(recipe)
+    (export / "export.json").unlink()
+    with pytest.raises(FileNotFoundError, match=".metadata"):
+        check_on_meta(recipe)
+
+
 def test_the_newest_of_both_engines(tmp_path):
     """Of a folder that another run began anew under the other engine, resumption takes the last batch, an export what
     was written last; both know names where links are lost."""
