@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> None:
     with user_errors():
         from data.sources.base import shards_of
         from data.system.ranks import Rank
-        from precompute.output.output_set import output_of
+        from precompute.output.output_set import but_scores, output_of
         from recipes.config.build import build
 
         build(config.filter)  # for its errors, before anything slow
@@ -48,7 +48,8 @@ def main(arguments: list[str]) -> None:
         own = {label: [shard for other, shard in share if other == label] for label in sets}
         requests = {label: request | source_options(config.sources[label]) for label in sets}
         if all(output.is_complete(requests[label], own[label]) for label, output in sets.items()):
-            log.info(f"already complete: {config.out}; delete it to encode again")
+            keep = but_scores(*(output.out for output in sets.values()))
+            log.info(f"already complete: {config.out}; delete it to encode again{keep}")
             return
         try:
             # From here on imports take seconds; all errors in the config were reported above.

@@ -217,7 +217,7 @@ class OutputSet:
         found: dict[str, Any],
         options: dict[str, Any],
         where: str | Path = "",
-        advice: str = "give another `out`, or delete the folder to encode again",
+        advice: str | None = None,
     ) -> None:
         """Raises an error where options of the folder are not these, which are as JSON gives them back."""
         name = changed_option(found, options)
@@ -225,6 +225,8 @@ class OutputSet:
             earlier = name == RESAMPLING and name not in found
             value = EARLIER_RESAMPLING if earlier else found.get(name)
             finish = "finish it with that version, " if earlier else ""
+            if advice is None:
+                advice = f"give another `out`, or delete the folder to encode again{but_scores(self.out)}"
             raise ValueError(
                 f"{where or self.out}: holds values made with {name} {value}, this job has {options.get(name)}; "
                 f"{finish}{advice}"
@@ -330,7 +332,7 @@ class OutputSet:
                 why = "; ".join(reasons) or "the source is empty"
                 raise NothingEncoded(
                     f"{self.out}: nothing was encoded ({why}); see shards/*/{REJECTED}; correct the cause, and "
-                    "delete this folder before you encode again"
+                    f"delete this folder before you encode again{but_scores(self.out)}"
                 )
         return markers
 
@@ -428,3 +430,12 @@ def _damaged(path: Path | str, reason: str, remove: Path) -> ValueError:
 def _as_json(value: Any) -> Any:
     """The value as it comes back from a file: lists for tuples, strings for keys."""
     return json.loads(json.dumps(value))
+
+
+def but_scores(*folders: Path) -> str:
+    """What to keep of folders that a message says to delete: the scores that `precompute/scores.py` has written there,
+    of a pass over all images, which the next job may need."""
+    from data.score_files import FOLDER  # not above: it imports NumPy
+
+    found = [str(path) for folder in folders if (path := folder / FOLDER).is_dir()]
+    return f", but keep {', '.join(found)}" if found else ""

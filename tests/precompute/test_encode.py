@@ -364,6 +364,18 @@ def test_a_set_without_an_image_is_an_error(recipe, capsys):
     assert "delete this folder before you encode again" in error  # what was rejected is not read again
 
 
+def test_who_is_told_to_delete_a_set_is_told_to_keep_its_scores(recipe, tmp_path, capsys):
+    """They lie in its folder by default, and the job that leaves pairs out by them needs them."""
+    main([recipe()])
+    scores = tmp_path / "out" / "train" / "scores"
+    scores.mkdir()
+    assert expect_error([recipe(resolutions=[32])], capsys).endswith(
+        f"or delete the folder to encode again, but keep {scores}"
+    )
+    main([recipe()])
+    assert f"delete it to encode again, but keep {scores}\n" in capsys.readouterr().out
+
+
 def test_a_set_without_an_image_does_not_hold_up_the_others(read, recipe, tmp_path, tars, capsys):
     (tmp_path / "broken").mkdir()
     for name in ("0.png", "0.txt"):
