@@ -85,7 +85,7 @@ class CudaGraphs(Lever):
         if replicas > 1 and not averaged:
             raise ValueError(
                 "cuda_graphs: DistributedDataParallel does not see the gradients of graphs; add "
-                "algorithms.averages={name: block_all_reduce}, or remove the lever"
+                "algorithms.averages.name=block_all_reduce, or remove the lever"
             )
 
     def begin(self, run: Run) -> None:

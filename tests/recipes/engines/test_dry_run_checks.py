@@ -1,6 +1,7 @@
 """Dry runs refuse what the run would refuse, in its words, and nothing that only this machine does not support."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -276,6 +277,16 @@ def test_numbers_out_of_range(yaml, override, message):
 def test_what_another_machine_can_do(overrides, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     check_on_meta(read("openmoji_unet", "training.device=auto", *overrides))
+
+
+def test_the_lever_that_graphs_ask_for_can_be_pasted(monkeypatch):
+    """A shell made two arguments of it."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    changes = ["training.device=auto", GRAPHS]
+    with pytest.raises(ValueError, match="DistributedDataParallel does not see") as error:
+        check_on_meta(read("openmoji_unet", *changes))
+    (argument,) = shlex.split(str(error.value).partition("; add ")[2].removesuffix(", or remove the lever"))
+    check_on_meta(read("openmoji_unet", *changes, argument))
 
 
 @pytest.mark.parametrize("lever", ["attention, implementation: xformers", "fused_group_norm, when: always"])
