@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import shlex
 import typing
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from recipes.models.config_files import read_object
 from recipes.models.family import ExportParts, Family
 
 Weights = Literal["ema", "raw"]
+MADE = "the FOLDER that `python recipes/export.py {} FOLDER --layout native` makes"
 MODELS = Path(__file__).resolve().parents[1] / "models"
 LEAST = {"batches": 0, "samples": 0, "resolution": 1, "images": 0}  # of whole numbers in export.json
 
@@ -38,9 +40,10 @@ def find_export(path: Path) -> Path:
             is unknown, or its model generates no images.
     """
     if path.is_file():
+        export = path.parent.parent / "export"
         raise ValueError(
-            f"{path} is a file; a Composer checkpoint can run code when it is read, so only export folders are: "
-            f"give {path.parent.parent / 'export'}, which the export callback writes"
+            f"{path} is a file; a Composer checkpoint can run code when it is read, so only export folders are: give "
+            + (f"{export}, which the export callback wrote" if export.is_dir() else MADE.format(shlex.quote(str(path))))
         )
     if (path / "model_index.json").is_file():
         raise ValueError(f"{path}: a pipeline of diffusers, which opens it; give the folder of the run or its export")
@@ -50,7 +53,10 @@ def find_export(path: Path) -> Path:
             return folder
         if (folder / "export.json").is_file():
             raise ValueError(f"{folder}: its model generates no images from captions; give the export of a {titles}")
-    raise FileNotFoundError(f"{path}: no exported run of a {titles}; give runs/<run_name>/export")
+    raise FileNotFoundError(
+        f"{path}: no exported run of a {titles}; give runs/<run_name>/export, or "
+        + MADE.format("CHECKPOINT")
+    )
 
 
 def family_of(export: Path) -> Family | None:

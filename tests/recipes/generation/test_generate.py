@@ -157,6 +157,19 @@ def test_checkpoints_are_not_unpickled(tmp_path, exported, capsys):
     assert not (tmp_path / "x.png").exists()
 
 
+def test_of_a_run_without_an_export_the_command_that_makes_one_is_named(tmp_path, capsys):
+    """The message named an export that was not there, and the next one the same again."""
+    checkpoint = tmp_path / "a run" / "checkpoints" / "ep0-ba3-rank0.pt"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.touch()
+    made = "the FOLDER that `python recipes/export.py {} FOLDER --layout native` makes"
+    assert f"give {made}".format(f"'{checkpoint}'") in refuse(command(checkpoint, tmp_path / "x.png"), capsys)
+    assert f"or {made}".format("CHECKPOINT") in refuse(command(tmp_path / "a run", tmp_path / "x.png"), capsys)
+    (tmp_path / "a run" / "export").mkdir()
+    said = refuse(command(checkpoint, tmp_path / "x.png"), capsys)
+    assert f"give {tmp_path}/a run/export, which the export callback wrote" in said
+
+
 def test_what_is_not_there(tmp_path, export, capsys):
     said = refuse(command(tmp_path, tmp_path / "x.png"), capsys)
     assert "no exported run of a token model or diffusion model" in said
