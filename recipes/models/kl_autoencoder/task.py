@@ -116,8 +116,8 @@ class KLAutoencoder(Task):
         finite = moments.isfinite().all()
         self.latent_batches += finite
         # A plain mean over the first 100 microbatches, so that a short run is not biased by the initial values.
-        average = self.latent_moments.lerp(moments, torch.clamp(1 / self.latent_batches, min=0.01))
-        self.latent_moments.copy_(torch.where(finite, average, self.latent_moments))
+        weight = torch.clamp(1 / self.latent_batches, min=0.01, max=1.0)
+        self.latent_moments.lerp_(torch.where(finite, moments, self.latent_moments), weight)
 
     def export(self, folder: Path) -> None:
         """Write config.json and safetensors for diffusers' `AutoencoderKL.from_pretrained`.
