@@ -211,8 +211,6 @@ def _encoding(job: Job, options: SlurmOptions) -> list[str]:
 mkdir -p {LOGS}
 task="${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID"
 failures="{LOGS}/{job.name}-$task.failures"  # those in a row
-# Time limits and pre-emption signal the processes of the step; this script waits for their end.
-trap : TERM USR1
 export RANK=$SLURM_ARRAY_TASK_ID WORLD_SIZE={job.machines * job.processes} LOCAL_RANK=0
 {_srun(job, options)} {encode}
 status=$?

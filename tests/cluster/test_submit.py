@@ -95,6 +95,7 @@ def test_an_encode_job_is_an_array_with_one_gpu_for_each_task():
 def test_a_task_of_an_encode_job_that_fails_or_is_asked_to_stop_is_queued_again(starts, requeued, tmp_path):
     script = made("slurm", ENCODE, "--machines", "4", "--hours", "24")
     assert directives(script)["signal"] == "USR1@300"  # the time limit itself would end the job
+    assert "trap" not in script  # `scancel` ends it, which would queue the task again otherwise
     for number, status in enumerate(starts):
         task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "5", "SLURM_RESTART_COUNT": str(number)}
         returned, _, calls = run_with_stand_ins(script, tmp_path, [str(status)], **task)
