@@ -133,8 +133,11 @@ mkdir -p "$logs"
 # Time limits and pre-emption signal the processes of the steps; this script waits for what they say.
 trap : TERM USR1
 
-# Again, from the newest checkpoint. The queue decides when.
+# Again, from the newest checkpoint. The queue decides when. A job that `scancel` is ending is not running any more.
 again() {{
+    case "$(squeue --noheader --format=%T --jobs="$SLURM_JOB_ID" 2>/dev/null)" in
+        COMPLETING | CANCELLED) echo "job: $1 by scancel: ends"; exit {AGAIN} ;;
+    esac
     echo "job: $1: queued again"
     scontrol requeue "$SLURM_JOB_ID" || echo "job: this cluster does not requeue; submit it again to go on"
     exit {AGAIN}

@@ -116,6 +116,7 @@ def run_with_stand_ins(script, tmp_path, statuses, job="1", **variables):
     programs = {
         "scontrol": 'case "$2" in hostnames) printf "a\\nb\\nc\\n";; node) echo "NodeAddr=addr-$3 x";;\n'
         '*) echo "scontrol $*" >>calls;; esac',
+        "squeue": "cat state 2>/dev/null || echo RUNNING",
         "srun": 'echo "srun ${MASTER_ADDR-}:${MASTER_PORT-} $*" >>calls\n'
         'case "$*" in *encode.py*) exit "$(cat statuses)";;\n'
         '*check.py*) echo "n: cannot be used: sick"; echo "srun: error" >&2\n'
@@ -134,6 +135,15 @@ def run_with_stand_ins(script, tmp_path, statuses, job="1", **variables):
     done = subprocess.run(["bash"], input=script, text=True, capture_output=True, cwd=tmp_path, env=environment)
     calls = (tmp_path / "calls").read_text().splitlines() if (tmp_path / "calls").exists() else []
     return done.returncode, done.stdout + done.stderr, calls
+
+
+def test_a_training_job_that_scancel_ends_is_not_queued_again(tmp_path):
+    """Its processes say that they were asked to stop, as ahead of a time limit."""
+    (tmp_path / "state").write_text("COMPLETING\n")
+    script = made("slurm", TRAIN, "--machines", "2")
+    returned, said, calls = run_with_stand_ins(script, tmp_path, ["85 85"])
+    assert returned == 85 and "job: asked to stop by scancel: ends" in said
+    assert not [call for call in calls if "requeue" in call]
 
 
 OUTCOMES = {

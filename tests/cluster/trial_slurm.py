@@ -172,3 +172,19 @@ def test_an_encode_job_whose_tasks_are_killed_or_signalled_completes_the_set(clu
     logs = "".join(p.read_text() for p in (ROOT / "runs" / "jobs").glob(f"encode-{job}_*.log"))
     assert "job: status 138: queued again" in logs and "job: status 137: queued again" in logs, logs
 
+
+def test_jobs_that_are_cancelled_do_not_come_back(cluster, latent_sets, tmp_path):
+    cluster, _ = cluster
+    encode = str(latent_sets.parent / "encode.yaml")
+    jobs = {
+        "recipes/train.py": train(cluster, latent_sets, tmp_path / "run", "cancelled"),
+        "precompute/encode.py": submit(
+            cluster, encode, f"out={tmp_path / 'latents'}", "--machines", "1", "--name", "cancelled-encode"
+        ),
+    }
+    for script, job in jobs.items():
+        cluster.wait(lambda script=script, job=job: 0 in processes(job, script), PATIENCE, script)
+        cluster.ask("scancel", job)
+    for job in jobs.values():
+        cluster.wait(lambda job=job: ended(cluster, job), PATIENCE, "the end of a job")
+        assert cluster.state(job)["JobState"] == "CANCELLED" and cluster.state(job)["Restarts"] == "0"
