@@ -93,7 +93,7 @@ class PromptGrid(PeriodicCallback, ABC):
     @abstractmethod
     def draw(self, numbers: list[int]) -> torch.Tensor:
         """What the image encoder decodes to the images of the prompts with these numbers. It must not depend on other
-        images, but for rounding."""
+        images, but for rounding. Where a network overflows, it is not finite, or a token of -1."""
 
     def begin(self, run: Run) -> None:
         self.text = by_first_rank(self._prepare)
@@ -113,8 +113,8 @@ class PromptGrid(PeriodicCallback, ABC):
         run.log_images("samples", images)
 
     def images(self, run: Run) -> np.ndarray | None:
-        """The prompts' images, (N, H, W, 3) uint8; None on all ranks but the first, and on all while losses or weights
-        are not finite. Every rank must call it."""
+        """The prompts' images, (N, H, W, 3) uint8; None on all ranks but the first, and on all while losses, weights
+        or images are not finite. Every rank must call it."""
         if not is_worth_keeping(run):  # drawing may fail, and the run ends by itself if it does not recover
             log.warning(f"samples: batch {run.clock.batch} is not finite; nothing is drawn")
             return None
@@ -125,6 +125,14 @@ class PromptGrid(PeriodicCallback, ABC):
         if not is_first_rank():
             return None
         whole = torch.cat(parts)[: len(self.prompts)]
+        finite = whole.isfinite() if whole.is_floating_point() else whole >= 0
+        lost = int((~finite.flatten(1).all(1)).sum())
+        if lost:  # they would be black, or any others
+            log.warning(
+                f"samples: batch {run.clock.batch}: {lost} of {len(whole)} images are not finite in the precision of "
+                "the run; nothing is drawn"
+            )
+            return None
         self.image_encoder.to(whole.device)
         images = [to_uint8(self.image_encoder.decode(part)) for part in whole.split(self.batch)]
         self.image_encoder.to("cpu")  # its memory belongs to training

@@ -29,6 +29,22 @@ def check_guidance(guidance: float) -> None:
         raise ValueError(f"guidance: {guidance}; give a number of at most {LARGEST_GUIDANCE:g} (1 for none)")
 
 
+def check_finite(finite: torch.Tensor, precision: Precision) -> None:
+    """
+    Args:
+        finite: (B,) bool, per image: whether all numbers that it was computed from are finite.
+
+    Raises:
+        ValueError: some are not, such as those of a network that overflows. The image would be black, or any other.
+    """
+    lost = int((~finite).sum())
+    if lost:
+        raise ValueError(
+            f"{lost} of {len(finite)} images are not finite in {precision}; use precision fp32, a guidance nearer to "
+            "1, or other weights"
+        )
+
+
 @dataclass
 class SamplingProgress:
     """Lines of progress on standard error: how many of `count` images are done."""

@@ -62,6 +62,33 @@ def test_noise_is_that_of_the_seed_and_of_the_image():
     assert torch.equal(grid.draw([1, 3]), seeded_noise([8, 10], (2, 3, 3)))
 
 
+class Draws(PromptGrid):
+    """What `drawn` holds."""
+
+    component = "draws"
+
+    def prepare(self):
+        return None, torch.zeros(1)
+
+    def draw(self, numbers):
+        return self.drawn[numbers]
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.int64], ids=["latents", "tokens"])
+def test_images_that_are_not_finite_are_not_drawn_and_the_run_goes_on(tmp_path, capsys, kind):
+    """A network may overflow in 16 bits while its weights and its losses are finite: the images would be black."""
+    run = FakeRun()
+    grid = Draws(run.task, tmp_path, None, 1, ["a"] * 3, None, None, 2)
+    grid.drawn = torch.ones(3, 4, 4, dtype=kind)
+    grid.drawn[1] = -1
+    if kind.is_floating_point:
+        grid.drawn[1, 2, 3] = torch.inf  # -1 is a latent like others
+    grid.begin(run)
+    grid.act(run.at(4))
+    assert "samples: batch 4: 1 of 3 images are not finite in the precision" in capsys.readouterr().out
+    assert not run.images and not any(tmp_path.iterdir())
+
+
 class Fails(PromptGrid):
     """As tokens of logits that are not finite."""
 

@@ -24,7 +24,7 @@ from recipes.models.autoregressive.task import load_transformer
 from recipes.models.autoregressive.transformer import TokenTransformer
 from recipes.models.family import ExportParts
 from recipes.models.kernels.device_graph import DeviceGraph, has_graphs, memory_pool
-from recipes.models.sampling import DTYPES, Precision, SamplingProgress, autocast
+from recipes.models.sampling import DTYPES, Precision, SamplingProgress, autocast, check_finite
 
 
 @dataclass
@@ -73,7 +73,8 @@ class TokenPipeline:
             cuda_graph: on a GPU, launch all kernels of a token together.
 
         Raises:
-            ValueError: numbers out of range, rows without an image, or a file that is not an image.
+            ValueError: numbers out of range, rows without an image, a file that is not an image, or logits that are
+                not finite, such as of a network that overflows.
         """
         if batch < 1:
             raise ValueError(f"--batch must be at least 1, got {batch}")
@@ -89,6 +90,7 @@ class TokenPipeline:
             with autocast(self.device, self.precision):
                 graph = DeviceGraph(memory_pool()) if cuda_graph and has_graphs(text.device) else None
                 tokens = sample_tokens(self.network, text, uniform, choice, given.expand(len(texts), -1), graph)
+            check_finite((tokens >= 0).all(2).flatten(), self.precision)
             grid = tokens.flatten(0, 1).unflatten(1, (layout.side, layout.side))  # (B, R, R)
             grids.append(to_uint8(self.image_encoder.decode(grid)))
             progress.say(done)

@@ -58,7 +58,7 @@ def choose(logits: Tensor, uniform: Tensor, choice: Choice) -> Tensor:
         choice: temperature, top_k and top_p. The guidance is not applied here.
 
     Returns:
-        (B,) int64.
+        (B,) int64. Any code if logits are NaN or infinite: one that is not there would end a process on a GPU.
     """
     # In float64: a token of probability 0 must not be drawn, and the order of additions must not matter.
     probability = (logits.double() / choice.temperature).softmax(dim=-1)
@@ -73,6 +73,7 @@ def choose(logits: Tensor, uniform: Tensor, choice: Choice) -> Tensor:
             probability[before >= top_p * probability.sum(dim=-1, keepdim=True)] = 0
     below = probability.cumsum(dim=-1)
     index = torch.searchsorted(below, uniform.double()[:, None] * below[:, -1:], right=True)  # (B, 1)
+    index = index.clamp_(max=codes - 1)  # no sum is above a number that is not
     return (index if order is None else order.gather(1, index))[:, 0]
 
 
@@ -112,11 +113,12 @@ def sample_tokens(
         graph: a new CUDA graph. All kernels of a token are then launched together. The network must not be sharded.
 
     Returns:
-        (C, n, N) int64.
+        (C, n, N) int64. All tokens of a sequence are -1 if logits of one of them are not finite, such as those of a
+        network that overflows: nothing can be drawn from them. The network is called as often as for the others,
+        because other ranks may take part in each call.
 
     Raises:
-        ValueError: more tokens are given than a grid has, or logits are not finite, such as of a network that
-            overflows.
+        ValueError: more tokens are given than a grid has.
     """
     captions, each, count = uniform.shape
     given = text.new_zeros(captions, 0) if given is None else given
@@ -127,12 +129,9 @@ def sample_tokens(
     # Blocks that are compiled for training would be recompiled for each cache and each length.
     with torch.compiler.set_stance("force_eager"):
         if left:
-            logits = drawing.first_logits()
-            if (~logits.isfinite()).any():  # the token would be one that there is not
-                raise ValueError("the logits of image tokens are not finite; use precision fp32, or other weights")
-            drawing.first_token(logits)
+            drawing.first_token(drawing.first_logits())
             drawing.next_tokens(left - 1, graph)
-    return drawing.tokens.unflatten(0, (captions, each))
+    return drawing.tokens.masked_fill(drawing.lost, -1).unflatten(0, (captions, each))
 
 
 class Drawing:
@@ -140,6 +139,7 @@ class Drawing:
 
     Attributes:
         tokens: (B, N) int64, those that are given or drawn, then zeros.
+        lost: (B, 1) bool, whether logits of a token were not finite; that token and those after it are any codes.
     """
 
     def __init__(
@@ -155,6 +155,7 @@ class Drawing:
         self.given = given
         rest = text.new_zeros(captions * each, count - given.shape[1])
         self.tokens = torch.cat([given.repeat_interleave(each, 0), rest], 1)
+        self.lost = torch.zeros_like(self.tokens[:, :1], dtype=torch.bool)
         self.caches = network.new_caches(each)
 
     def first_logits(self) -> Tensor:
@@ -190,5 +191,6 @@ class Drawing:
         if self.guided:
             null, captioned = logits.chunk(2)
             logits = null + self.choice.guidance * (captioned - null)
+        self.lost.logical_or_(~logits.amax(1, keepdim=True).isfinite())  # NaN if one is NaN
         uniform = self.uniform.index_select(1, number)[:, 0]
         self.tokens.index_copy_(1, number, choose(logits, uniform, self.choice)[:, None])

@@ -16,7 +16,7 @@ from recipes.models.family import ExportParts
 from recipes.models.latent_diffusion.denoiser import Denoiser
 from recipes.models.latent_diffusion.objective import Objective, seeded_noise
 from recipes.models.latent_diffusion.task import SCHEDULER
-from recipes.models.sampling import Precision, SamplingProgress, autocast, check_guidance
+from recipes.models.sampling import Precision, SamplingProgress, autocast, check_finite, check_guidance
 
 
 @dataclass
@@ -97,12 +97,7 @@ class DiffusionPipeline:
                     guidance,
                     sampler=sampler,
                 )
-            lost = int((~latents.isfinite().flatten(1).all(1)).sum())
-            if lost:  # they would be black
-                raise ValueError(
-                    f"{lost} of {len(latents)} images are not finite in {self.precision}; use precision fp32, a "
-                    "guidance nearer to 1, or other weights"
-                )
+            check_finite(latents.isfinite().flatten(1).all(1), self.precision)
             images.append(to_uint8(self.image_encoder.decode(latents)))
             progress.say(min(start + batch, len(captions)))
         return np.concatenate(images)

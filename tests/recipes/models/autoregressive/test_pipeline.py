@@ -87,6 +87,16 @@ class Codes:
         return (grid[:, None] / 9).expand(-1, 3, -1, -1)
 
 
+def test_images_of_logits_that_are_not_finite_are_refused(token_sets):
+    """They would be images of any tokens."""
+    vocabulary, layout = Vocabulary.read(token_sets / "vocabulary.json"), TokenLayout(3, 4, 3)
+    network = TokenTransformer(layout=layout, layers=2, width=8, heads=2, text_vocabulary=vocabulary.size, codes=9)
+    torch.nn.init.constant_(network.unembedding.weight, torch.inf)
+    drawn = TokenPipeline(network, Codes(), vocabulary, resolution=32, device="cpu", precision="bf16")
+    with pytest.raises(ValueError, match="^2 of 2 images are not finite in bf16; use precision fp32"):
+        drawn.generate(["on", "a wall"], seeds=[1, 2])
+
+
 def test_tokens_are_drawn_with_a_graph_of_its_own_per_batch(token_sets, monkeypatch):
     """On a GPU, unless `cuda_graph` is false. Here graphs are emulated, and give the same images."""
     vocabulary, layout = Vocabulary.read(token_sets / "vocabulary.json"), TokenLayout(3, 4, 3)

@@ -175,12 +175,28 @@ def test_guidance_moves_away_from_the_empty_caption(network):
     assert (guided == sample_tokens(network, empty, draw(), Choice())).all()
 
 
-def test_logits_that_are_not_finite_are_refused(network):
-    """No token can be drawn from them: the number would be one above the last code."""
+@pytest.mark.parametrize("token", [0, 3], ids=["first", "later"])
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.9}, {"guidance": 2.0}], ids=str)
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_a_sequence_of_logits_that_are_not_finite_is_lost_alone(network, token, options, wrong):
+    """As of a network that overflows in 16 bits. The number of a token would be one above the last code."""
+    choice, calls = Choice(**options), []
+    plain = sample_tokens(network, TEXT, draw(), choice)
     broken = copy.deepcopy(network)
-    next(broken.parameters()).data.fill_(math.inf)
-    with pytest.raises(ValueError, match="logits of image tokens are not finite; use precision fp32"):
-        sample_tokens(broken, TEXT, draw(), Choice())
+    logits_of = broken.image_logits
+
+    def image_logits(hidden):
+        logits = logits_of(hidden).clone()
+        calls.append(None)
+        if len(calls) == token + 1:
+            logits[0] = wrong  # the first caption; after the first token only its first sequence
+        return logits
+
+    broken.image_logits = image_logits
+    tokens = sample_tokens(broken, TEXT, draw(), choice)
+    lost = (tokens < 0).all(2)
+    assert lost[0, 0] and lost.sum() == (lost.shape[1] if token == 0 else 1)
+    assert torch.equal(tokens[~lost], plain[~lost]) and len(calls) == LAYOUT.image
 
 
 def test_compiled_blocks_are_compiled_for_training_only():
