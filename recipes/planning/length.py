@@ -25,12 +25,14 @@ class Length:
         epoch_steps: optimizer steps per epoch.
         batch: samples per step, over all devices.
         epoch_samples: samples per epoch, if its last batch has fewer than the others; None: all have as many.
+        duration: of the recipe, of which "0.1dur" is a share; None: the steps.
     """
 
     steps: int | None
     epoch_steps: int | None
     batch: int
     epoch_samples: int | None = None
+    duration: str | None = None
 
     @property
     def samples(self) -> int | None:
@@ -43,13 +45,17 @@ class Length:
     def steps_in(self, duration: str) -> float | None:
         """A duration in optimizer steps, such as 25.0 for "1ep"."""
         number, unit = DURATION.fullmatch(duration).groups()
-        if unit == "sp":  # divided: by a factor of 1 / batch, 7 batches of 75 would be slightly more than 7
-            if self.epoch_samples is None:
-                return float(number) / self.batch
-            epochs, rest = divmod(float(number), self.epoch_samples)
-            return epochs * self.epoch_steps + rest / self.batch
+        if unit == "sp":
+            return self._steps_of(float(number))
         steps = {"ba": 1.0, "ep": self.epoch_steps, "dur": self.steps}[unit]
         return None if steps is None else float(number) * steps
+
+    def _steps_of(self, samples: float) -> float:
+        """A number of samples in optimizer steps."""
+        if self.epoch_samples is None:
+            return samples / self.batch  # by a factor of 1 / batch, 7 batches of 75 would be slightly more than 7
+        epochs, rest = divmod(samples, self.epoch_samples)
+        return epochs * self.epoch_steps + rest / self.batch
 
     def times(self, every: str | None) -> int | None:
         """How often something happens that is due at an interval and at the end of the run; None: not known.
@@ -59,13 +65,24 @@ class Length:
         """
         if every is None:
             return 1
-        interval = self.steps_in(every)
-        if interval is None or self.steps is None:
+        if self.steps is None:
             return None
-        if interval <= 1:
+        number, unit = DURATION.fullmatch(every).groups()
+        interval = float(number)
+        if unit == "dur":  # counted in the unit of the run, as the run itself does
+            whole, unit = DURATION.fullmatch(self.duration or f"{self.steps}ba").groups()
+            interval *= float(whole)
+        if unit == "ep":
+            if self.epoch_steps is None:
+                return None
+            interval *= self.epoch_steps
+        done, step = (self.samples, self.batch) if unit == "sp" else (self.steps, 1)
+        if interval < step:
             return self.steps
-        multiples = math.floor(self.steps / interval + 1e-9)
-        last = math.ceil(round(multiples * interval, 6))  # the step in which a multiple lies is the one that acts
+        multiples = math.floor(done / interval + 1e-9)
+        last = multiples * interval
+        # The step in which a multiple lies is the one that acts.
+        last = math.ceil(round(self._steps_of(last) if unit == "sp" else last, 6))
         return multiples + (last < self.steps)
 
 
@@ -91,7 +108,8 @@ def length_of(recipe: Recipe, epoch: Epoch) -> Length:
             )
         epoch_samples = epoch.samples if epoch.incomplete_batch else None
     steps = Length(None, epoch_steps, batch, epoch_samples).steps_in(recipe.training.duration)
-    return Length(None if steps is None else math.ceil(steps), epoch_steps, batch, epoch_samples)
+    steps = None if steps is None else math.ceil(steps)
+    return Length(steps, epoch_steps, batch, epoch_samples, recipe.training.duration)
 
 
 def in_epochs(values: dict[str, Any], path: str = "") -> Iterator[tuple[str, str]]:

@@ -461,3 +461,20 @@ def test_as_many_times_as_the_run_acts(every):
         due = Interval(every)
         clocks = (Clock(k, 8 * k, 0, f"{steps}ba", before=(k - 1, 8 * (k - 1), 0)) for k in range(1, steps + 1))
         assert Length(steps, None, 8).times(every) == sum(map(due, clocks)), steps
+
+
+@pytest.mark.parametrize("epoch", [Epoch(103), Epoch(103, incomplete_batch=True)])
+@pytest.mark.parametrize("duration", ["46ba", "3ep", "38sp", "310sp"])
+@pytest.mark.parametrize("every", ["6sp", "13sp", "52sp", "103sp", "7ba", "1ep", "2ep", "0.3dur", "0.23dur", "0.07dur"])
+def test_as_many_times_as_the_run_acts_in_epochs(every, duration, epoch):
+    """Also where epochs end with a batch of a single sample, and where shares of a run are samples."""
+    found = length_of(SimpleNamespace(training=SimpleNamespace(global_batch=6, duration=duration)), epoch)
+    sizes = cycle([6] * 17 + [1] * epoch.incomplete_batch)
+    due, clock, acts = Interval(every), Clock(0, 0, 0, duration, found.epoch_steps), 0
+    while not clock.ended:
+        batch, sample, ended = clock.batch + 1, clock.sample + next(sizes), clock.epoch
+        for epochs in (ended, batch // found.epoch_steps):  # the end of a step, and that of an epoch
+            before = (clock.batch, clock.sample, clock.epoch)
+            clock = Clock(batch, sample, epochs, duration, found.epoch_steps, before=before)
+            acts += due(clock)
+    assert found.times(every) == acts
