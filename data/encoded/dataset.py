@@ -291,6 +291,8 @@ class EncodedLoader(StreamingDataLoader):
         for batch in super().__iter__():
             begin = self._begin() if begin is None else begin
             epoch, sample = begin
+            if not self._expected(sample):
+                break  # resumed at the end of an epoch, whose order may have more samples: see below
             self._positions.append((epoch, sample + self.num_samples_yielded * self.ranks))
             last = self.num_samples_yielded >= self._expected(sample)
             if last:  # Composer asks for no batch after it, unless the epoch was resumed

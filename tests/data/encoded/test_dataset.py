@@ -243,6 +243,12 @@ def test_a_state_after_the_last_batch_does_not_give_an_empty_epoch(tmp_path, pla
     resumed = make_loader(True, fast, shuffle_algo=algorithm)
     resumed.load_state_dict(state)
     assert_same(second, list(resumed))
+    del resumed
+    gc.collect()
+    resumed = make_loader(True, fast, shuffle_algo=algorithm)
+    resumed.dataset.load_state_dict(state)  # as Composer does, which then takes what is left of the epoch
+    assert list(resumed) == []
+    assert_same(second, list(resumed))
 
 
 def test_a_state_after_the_last_batch_of_other_ranks_leaves_nothing(tmp_path, plain):
