@@ -28,6 +28,7 @@ from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from data.encoded.column_reader import DamagedError, StoredSample, column_readers
+from data.encoded.drawn_parts import lean_draws
 from data.encoded.fetching import FetchingDataset, NoAnswer, NotFetched, WholeStream
 from data.encoded.next_order import NextOrder
 from data.encoded.sets import EncodedSet
@@ -160,6 +161,11 @@ class EncodedDataset(FetchingDataset):
                 self._order_key(world, following, 0), lambda: self._make_order(world, following, 0)
             )
         return own
+
+    def resample_streams(self, epoch: int, stream_id: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """See StreamingDataset."""
+        with lean_draws():
+            return super().resample_streams(epoch, stream_id)
 
     def order(self, world: World, epoch: int, sample_in_epoch: int) -> np.ndarray:
         """The numbers of the samples of an epoch, in the order in which they are read.
