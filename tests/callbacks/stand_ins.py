@@ -51,7 +51,7 @@ class Everything(Task):
 
 
 class Average(Lever):
-    """A stand-in of ScheduledEMA, which begins after a batch; averaged weights are all 7."""
+    """A stand-in of ScheduledEMA, which begins after a batch; averaged weights are all 0.01, with which images are finite."""
 
     decay, every = 0.99, 5
 
@@ -71,7 +71,7 @@ class Average(Lever):
         weights = [p.detach().clone() for p in self.task.parameters()]
         with torch.no_grad():
             for parameter in self.task.parameters():
-                parameter.fill_(7)
+                parameter.fill_(0.01)
         yield True
         with torch.no_grad():
             for parameter, weight in zip(self.task.parameters(), weights, strict=True):
