@@ -61,9 +61,8 @@ def survey(recipe: Recipe) -> Survey:
     check_model(recipe, task)
     plan = plan_of(recipe, task, devices)
     costs = costs_of(recipe, plan)
-    return Survey(
-        task, plan.parameters, plan.trained, devices, costs, length_of(recipe, costs.data.epoch or Epoch(None))
-    )
+    length = length_of(recipe, costs.data.epoch or Epoch(None), devices.world // devices.tensor)
+    return Survey(task, plan.parameters, plan.trained, devices, costs, length)
 
 
 def problems(recipe: Recipe, whole: Callable[[Recipe], Any] = survey) -> Iterator[str]:

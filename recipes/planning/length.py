@@ -86,8 +86,13 @@ class Length:
         return multiples + (last < self.steps)
 
 
-def length_of(recipe: Recipe, epoch: Epoch) -> Length:
+def length_of(recipe: Recipe, epoch: Epoch, ranks: int = 1) -> Length:
     """The length of a run whose training data has epochs of this size.
+
+    Args:
+        recipe: checked.
+        epoch: of the training data.
+        ranks: number of devices, or groups of them, that read different samples.
 
     Raises:
         ValueError: an epoch has fewer samples than a batch, or the data has no epochs, in which a duration is given.
@@ -100,13 +105,14 @@ def length_of(recipe: Recipe, epoch: Epoch) -> Length:
     batch = recipe.training.global_batch
     epoch_steps = epoch_samples = None
     if epoch.samples is not None:
-        epoch_steps = math.ceil(epoch.samples / batch) if epoch.incomplete_batch else epoch.samples // batch
+        samples = math.ceil(epoch.samples / ranks) * ranks  # some are repeated, so that all ranks have equally many
+        epoch_steps = math.ceil(samples / batch) if epoch.incomplete_batch else samples // batch
         if epoch_steps == 0:
             raise ValueError(
                 f"training.global_batch: {batch} is more than the {epoch.samples} samples of an epoch; give as many or "
                 "fewer"
             )
-        epoch_samples = epoch.samples if epoch.incomplete_batch else None
+        epoch_samples = samples if epoch.incomplete_batch else None
     steps = Length(None, epoch_steps, batch, epoch_samples).steps_in(recipe.training.duration)
     steps = None if steps is None else math.ceil(steps)
     return Length(steps, epoch_steps, batch, epoch_samples, recipe.training.duration)

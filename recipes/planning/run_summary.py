@@ -37,7 +37,8 @@ def opening(
     training = recipe.training
     parameters, trained = parameter_counts(task)
     incomplete = not recipe.data.args.get("drop_last", True)
-    length = length_of(recipe, Epoch(data.samples, incomplete, endless=data.samples is None))
+    epoch = Epoch(data.samples, incomplete, endless=data.samples is None)
+    length = length_of(recipe, epoch, world // training.tensor_parallel)
     lines = {
         "run": f"{recipe.run_name}, engine {training.engine}",
         "model": f"{recipe.model.name}, {parameters:,} parameters, {trained:,} of them trained",

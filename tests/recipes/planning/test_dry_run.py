@@ -432,6 +432,16 @@ def test_the_last_batch_of_an_epoch_may_have_fewer_samples(duration):
     assert whole.samples == 6 * whole.steps
 
 
+def test_all_ranks_have_equally_many_samples_of_an_epoch():
+    """Of 27 samples each of two ranks has 14, which are two batches of 7."""
+    recipe = SimpleNamespace(training=SimpleNamespace(global_batch=14, duration="3ep"))
+    for incomplete, alone in ((False, (3, 42)), (True, (6, 81))):
+        found = length_of(recipe, Epoch(27, incomplete), ranks=2)
+        assert (found.epoch_steps, found.steps, found.samples) == (2, 6, 84)
+        found = length_of(recipe, Epoch(27, incomplete))
+        assert (found.steps, found.samples) == alone
+
+
 @pytest.mark.parametrize("batch", [48, 75, 600])
 def test_samples_that_are_whole_batches(batch):
     assert [Length(None, None, batch).steps_in(f"{steps * batch}sp") for steps in range(1, 300)] == [*range(1, 300)]
