@@ -72,7 +72,8 @@ def texts(
         streams: sets of packed texts by label. If one of them has a proportion, all must have one.
         workers: number of worker processes that read.
         shuffle: shuffle the rows in each epoch (training only).
-        shuffle_algo: streaming's shuffling algorithm.
+        shuffle_algo: streaming's shuffling algorithm; py1s and py2s repeat up to 16 samples of an epoch per machine,
+            and leave out as many.
         shuffle_block: number of rows within which parts of shards are shuffled; null: streaming's default.
         predownload: number of rows that each worker fetches ahead; null: streaming's default.
         cache_limit: local disk space for remote shards, such as 100gb; null: no limit.

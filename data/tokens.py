@@ -78,7 +78,8 @@ def tokens(
         expect: values that the manifest must have, such as {codes: 8192}, in addition to those that the model needs.
         workers: number of worker processes that read.
         shuffle: shuffle the samples in each epoch (training only).
-        shuffle_algo: streaming's shuffling algorithm.
+        shuffle_algo: streaming's shuffling algorithm; py1s and py2s repeat up to 16 samples of an epoch per machine,
+            and leave out as many.
         shuffle_block: number of samples within which parts of shards are shuffled; null: streaming's default.
         predownload: number of samples that each worker fetches ahead; null: streaming's default.
         cache_limit: local disk space for remote shards, such as 100gb; null: no limit.

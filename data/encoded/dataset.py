@@ -297,15 +297,19 @@ class EncodedLoader(StreamingDataLoader):
         for batch in super().__iter__():
             begin = self._begin() if begin is None else begin
             epoch, sample = begin
-            if not self._expected(sample):
+            expected = self._expected(sample)
+            if not expected:
                 break  # resumed at the end of an epoch, whose order may have more samples: see below
-            self._positions.append((epoch, sample + self.num_samples_yielded * self.ranks))
-            last = self.num_samples_yielded >= self._expected(sample)
+            self._positions.append((epoch, sample + min(self.num_samples_yielded, expected) * self.ranks))
+            last = self.num_samples_yielded >= expected
             if last:  # Composer asks for no batch after it, unless the epoch was resumed
                 self.dataset.finished_epoch = epoch
+                # For py1s and py2s, streaming fills an epoch up to a multiple of 64 samples per machine.
+                rows = self.batch_size - (self.num_samples_yielded - expected)
+                batch = {name: tensor[:rows] for name, tensor in batch.items()}
             yield batch
             if last:
-                break  # for py1s and py2s, streaming fills an epoch up to a multiple of 64 samples per machine
+                break
         epoch, sample = self._begin() if begin is None else begin
         expected = self._expected(sample)
         if self.num_samples_yielded < expected:

@@ -111,7 +111,18 @@ def test_batches_are_the_librarys(tmp_path, plain, algorithm):
     fast = make_loader(True, fast, shuffle_algo=algorithm, shuffle_block_size=16)
     epochs = [list(fast), list(fast)]
     for epoch in epochs:
-        assert_same(list(itertools.islice(stock, len(stock))), epoch)  # then some repeat samples
+        *whole, last = itertools.islice(stock, len(stock))  # then some repeat samples
+        assert_same([*whole, {name: tensor[: 43 % BATCH] for name, tensor in last.items()}], epoch)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_an_epoch_ends_with_its_last_sample(tmp_path, plain, algorithm):
+    """Also where an order goes on with repeated samples; here they are all behind the 43 of the epoch."""
+    loader = make_loader(True, copies(tmp_path, plain)[1], workers=1, shuffle_algo=algorithm)
+    for _ in range(2):
+        batches = list(loader)
+        assert [len(batch["seed"]) for batch in batches] == [BATCH] * 10 + [43 % BATCH]
+        assert len(set(torch.cat([batch["seed"] for batch in batches]).tolist())) == 43
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -229,14 +240,15 @@ def test_a_loader_resumes_after_any_batch(tmp_path, plain, workers, drop_last):
 @pytest.mark.parametrize(("algorithm", "seen"), [("py1e", 43), ("py2s", 44)])
 def test_a_state_after_the_last_batch_does_not_give_an_empty_epoch(tmp_path, plain, algorithm, seen):
     """The loader cannot know at an epoch's last batch that there is none after it. py2s has 64 samples in an order of
-    43, and trainers take as many batches as 43 fill."""
+    43, and states of earlier versions count whole batches of these."""
     _, fast = copies(tmp_path, plain)
     loader = make_loader(True, fast, shuffle_algo=algorithm)
     batches = iter(loader)
     for _ in range(11):
         next(batches)
     state = loader.state_dict()
-    assert (state["epoch"], state["sample_in_epoch"]) == (0, seen)
+    assert (state["epoch"], state["sample_in_epoch"]) == (0, 43)
+    state["sample_in_epoch"] = seen
     second = list(loader)
     del batches, loader
     gc.collect()
