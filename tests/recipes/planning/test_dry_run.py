@@ -432,8 +432,12 @@ def test_the_last_batch_of_an_epoch_may_have_fewer_samples(duration):
     assert whole.samples == 6 * whole.steps
 
 
-def test_all_ranks_have_equally_many_samples_of_an_epoch():
+def test_all_ranks_have_equally_many_samples_of_an_epoch(tmp_path, monkeypatch):
     """Of 27 samples each of two ranks has 14, which are two batches of 7."""
+    write_manifest(tmp_path / "runs/sd2/latents_256/train", samples=27)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    lines = dry("sd2_base.yaml", *SHORT, "evals.val=null", "training.duration=3ep", "training.global_batch=14")
+    assert "run: 6 steps, 84 samples, 3.00 epochs of 2 steps" in lines
     recipe = SimpleNamespace(training=SimpleNamespace(global_batch=14, duration="3ep"))
     for incomplete, alone in ((False, (3, 42)), (True, (6, 81))):
         found = length_of(recipe, Epoch(27, incomplete), ranks=2)
