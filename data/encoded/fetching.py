@@ -274,6 +274,7 @@ class FetchingDataset(StreamingDataset):
             NotEnoughMemory: there was none to decompress a shard.
         """
         self._failure = None
+        self._forget_order()
         try:
             yield from super().__iter__()
         except Exception as error:
@@ -282,9 +283,14 @@ class FetchingDataset(StreamingDataset):
             raise self._failure from error
         if self._failure is not None:
             raise self._failure
-        # streaming registers each epoch's iterator with Python's exit, so it stays until the process ends. Its two
-        # threads have ended.
+        self._forget_order()
+
+    def _forget_order(self) -> None:
+        """Free the order of the last epoch: streaming registers each epoch's iterator with Python's exit, so it stays
+        until the process ends. An epoch that is left after its last sample, as loaders without workers do where the
+        last batch is a full one, ends when the next one begins."""
         if hasattr(self, "_iterator"):
+            self._iterator.exit()  # waits for its two threads, which read the order
             self._iterator.sample_ids = self._iterator.sample_ids[:0].copy()
 
 
