@@ -57,6 +57,23 @@ def test_results_in_16_bits_are_added_in_32():
     assert figure.compute().item() == pytest.approx(302 / 301, rel=1e-6)
 
 
+def test_a_sample_counts_also_after_millions_of_others():
+    figure = Figure({"loss": 1.0}, {})
+    figure.sums.fill_(2.0**24)
+    figure.totals.fill_(2.0**24)
+    for _ in range(5):
+        figure.update({"loss": torch.tensor([3.0])})
+    assert figure.compute().item() == pytest.approx((2**24 + 15) / (2**24 + 5), rel=1e-9)
+
+
+def test_equal_losses_of_many_batches_have_their_mean():
+    """In 32 bits, it would be 3.0998."""
+    figure = Figure({"loss": 1.0}, {})
+    for _ in range(5000):
+        figure.update({"loss": torch.tensor([3.1, 3.1])})
+    assert figure.compute().item() == pytest.approx(3.1, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("results", "message"),
     [
