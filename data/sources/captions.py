@@ -7,6 +7,11 @@ import unicodedata
 from typing import Any
 
 
+def without_surrogates(text: str) -> str:
+    """A text with a question mark for each lone surrogate: JSON can hold them, and they cannot be stored as UTF-8."""
+    return text.encode("utf-8", "replace").decode()
+
+
 class CaptionRules:
     """Judges captions. See `data.sources.filters.Filter` for the arguments.
 

@@ -8,7 +8,7 @@ from PIL import ExifTags, Image
 
 from data.sources import jpeg
 from data.sources.base import DecodedSample, Rejected, Sample, brief
-from data.sources.captions import CaptionRules
+from data.sources.captions import CaptionRules, without_surrogates
 from data.system.errors import WrongResult, noted
 
 # Formats that are read. Pillow knows more, but some of them start other programs on the data (EPS runs Ghostscript).
@@ -112,8 +112,7 @@ class Filter:
 
     def caption(self, sample: Sample) -> str | Rejected:
         """A sample's caption without surrounding white space, or why it is rejected. The image is not decoded."""
-        # JSON can hold lone surrogates, which cannot be stored as UTF-8; each becomes a question mark.
-        caption = sample.caption.encode("utf-8", "replace").decode().strip()
+        caption = without_surrogates(sample.caption).strip()
         problem = self.captions.problem(caption)
         return caption if problem is None else Rejected(sample.key, *problem)
 

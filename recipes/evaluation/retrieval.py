@@ -9,6 +9,7 @@ import torch
 
 from data.image_grid import to_uint8
 from data.sources.base import DecodedSample, Sample, Source, samples_of, shards_of
+from data.sources.captions import without_surrogates
 from data.sources.filters import Filter
 from data.transforms import resize_and_crop
 
@@ -43,7 +44,8 @@ def read_pairs(source: Source, number: int | None, seed: int, side: int) -> tupl
         raise ValueError(f"--number: {wanted} images wanted, {len(drawn)} found that decode; give fewer or another set")
     drawn = [drawn[i] for i in sorted(drawn)]
     images = np.stack([resize_and_crop(sample.image, side) for sample in drawn])
-    return [sample.caption for sample in drawn], images, [sample.caption.strip() for sample in found]
+    everything = [without_surrogates(sample.caption).strip() for sample in found]  # as those of `drawn`
+    return [sample.caption for sample in drawn], images, everything
 
 
 def reconstruct(encoder: Any, images: np.ndarray, batch: int) -> np.ndarray:

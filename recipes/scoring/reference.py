@@ -14,6 +14,7 @@ import numpy as np
 from PIL import Image, ImageFilter
 
 from data.sources.base import DecodedSample, Rejected, Sample, samples_of, shards_of
+from data.sources.captions import without_surrogates
 from data.sources.filters import Filter
 from data.system.files import atomic_write
 from data.system.log import log
@@ -51,7 +52,8 @@ def read_reference(
         elif not sample.caption.strip():
             left_out["empty_caption"] += 1
         else:
-            found.append(sample if pictures else replace(sample, image=b""))
+            caption = without_surrogates(sample.caption)  # as in training; no tokenizer takes them
+            found.append(replace(sample, caption=caption, image=sample.image if pictures else b""))
     if left_out and pictures:
         reasons = ", ".join(f"{reason} {number}" for reason, number in sorted(left_out.items()))
         log.info(f"reference: {left_out.total()} of {left_out.total() + len(found)} samples are left out: {reasons}")
@@ -108,7 +110,8 @@ def content(samples: list[Sample]) -> str:
     digest = hashlib.sha256()
     for sample in samples:
         image = sample.image if isinstance(sample.image, bytes) else sample.image.tobytes()
-        digest.update(f"{sample.key}\0{sample.caption}\0{len(image)}\0".encode() + hashlib.sha256(image).digest())
+        text = f"{sample.key}\0{sample.caption}\0{len(image)}\0"  # names in archives may not be text
+        digest.update(text.encode("utf-8", "surrogatepass") + hashlib.sha256(image).digest())
     return digest.hexdigest()
 
 

@@ -34,6 +34,13 @@ def test_images_that_cannot_be_decoded_are_replaced():
     assert len(read_pairs(Samples(broken={0}), None, 0, 8)[0]) == 7
 
 
+def test_the_captions_of_images_are_among_all_captions():
+    source = Samples(broken=set())
+    source.samples[2] = Sample("2", source.samples[2].image, " a cat \ud83d on a mat\n")  # JSON holds such halves
+    captions, _, everything = read_pairs(source, None, 0, 8)
+    assert captions == everything and captions[2] == "a cat ? on a mat"
+
+
 @pytest.mark.parametrize(("broken", "number"), [(range(8), 2), (range(8), None), ({0}, 8)])
 def test_too_few_usable_images_are_an_error(broken, number):
     with pytest.raises(ValueError, match="--number"):

@@ -46,6 +46,15 @@ def test_samples_and_captions_are_drawn_by_the_seed_without_replacement_in_store
     assert drawn[0] != keys[0]  # the captions are not those of the pictures that were drawn
 
 
+def test_lone_surrogates_of_json_and_of_names_in_archives():
+    source = Source(3)
+    source.samples[1] = Sample("caf\udce9", picture(1), "a cat \ud83d on a mat")
+    samples = read_reference(source, None, 0)
+    assert captions_of(samples, None, 0) == ["caption 0", "a cat ? on a mat", "caption 2"]  # as a set is encoded
+    assert reference.content(samples) != reference.content(read_reference(Source(3), None, 0))
+    assert captions_of(read_reference(source, None, 0, pictures=False), None, 0) == captions_of(samples, None, 0)
+
+
 def test_more_than_there_are():
     with pytest.raises(ValueError, match=r"^reference.images: 6 wanted, and the source has 5; give at most as many"):
         read_reference(Source(5), 6, 0)
