@@ -163,6 +163,15 @@ def test_similarities_block_by_block(block, monkeypatch):
     assert all(s == pytest.approx(known[i, j], rel=1e-5) for i, j, s in pairs)
 
 
+@pytest.mark.parametrize("width", [16, 512, 1024])
+def test_equal_images_have_a_similarity_of_1(width):
+    """Embeddings are stored in 16 bits, in which their lengths are not quite 1."""
+    rows = np.random.default_rng(0).normal(size=(60, width))
+    rows = (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float16)
+    largest, pairs = similar_rows(rows, rows, 1.0)
+    assert (largest == 1).all() and pairs == [(i, i, 1.0) for i in range(60)]
+
+
 def test_it_goes_on_where_it_stopped(job, monkeypatch):
     root, arguments = job
     (shard,) = shards_of(root, "val")
