@@ -51,7 +51,7 @@ class Everything(Task):
 
 
 class Average(Lever):
-    """A stand-in of ScheduledEMA, which begins after a batch; averaged weights are all 0.01, with which images are finite."""
+    """A stand-in of ScheduledEMA, which begins after a batch; averaged weights are 0.01, and images of them finite."""
 
     decay, every = 0.99, 5
 
