@@ -12,7 +12,10 @@ from pathlib import Path
 
 import numpy as np
 from google.protobuf.message import DecodeError
+from google_crc32c import value as crc32c
 from tensorboard.compat.proto.event_pb2 import Event
+
+from data.system.log import log
 
 FILE = re.compile(r"events\.out\.tfevents\.(\d+)\.(.+)\.(\d+)\.(\d+)")  # time, host, process, number in the process
 SAMPLES = "time/sample"  # the figure that counts samples, which both engines log with every batch
@@ -78,22 +81,47 @@ def _order(file: str) -> tuple[int, int]:
 
 
 def _events(file: Path) -> Iterator[Event]:
-    """The events of a file. Its end may be missing, if the run was killed or is still writing.
+    """The events of a file. Its end may be missing, if the run was killed or is still writing. Events whose bytes have
+    changed since they were written are left out, and a line says so.
 
     A record is its length (8 bytes), a checksum of that (4), the event, and a checksum of the event (4).
     """
+    damaged = 0
     with open(file, "rb") as stream:
         while len(head := stream.read(12)) == 12:
-            (length,) = struct.unpack("<Q", head[:8])
+            length, checksum = struct.unpack("<QI", head)
+            if checksum != _checksum(head[:8]):  # where the next record begins is not known
+                at = stream.tell() - 12
+                log.warning(f"{file}: damaged at byte {at:,}; the figures behind it are left out: copy the file again")
+                break
             if length > file.stat().st_size:
-                return
+                break
             record = stream.read(length + 4)
             if len(record) < length + 4:
-                return
-            try:
-                yield Event.FromString(record[:-4])
-            except DecodeError:
-                return
+                break
+            event = _event(record)
+            if event is None:
+                damaged += 1
+            else:
+                yield event
+    if damaged:
+        log.warning(f"{file}: {damaged} damaged records, whose figures are left out; copy the file again")
+
+
+def _event(record: bytes) -> Event | None:
+    """The event in a record; None: the record is damaged."""
+    if record[-4:] != struct.pack("<I", _checksum(record[:-4])):
+        return None
+    try:
+        return Event.FromString(record[:-4])
+    except DecodeError:
+        return None
+
+
+def _checksum(data: bytes) -> int:
+    """The CRC-32C of bytes as TensorFlow's records have it: rotated, and with a constant added."""
+    crc = crc32c(data)
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def _curve(rows: np.ndarray) -> Curve:

@@ -86,3 +86,25 @@ def test_a_file_without_its_end_is_read_as_far_as_it_goes(tmp_path):
     assert len(read_curves(tmp_path)["a"].values) == 5
     file.write_bytes(b"")
     assert read_curves(tmp_path) == {} == read_curves(tmp_path / "none")
+
+
+def test_damaged_records_are_left_out_and_told(tmp_path, capsys):
+    """A changed bit of a loss would be drawn, and one of a length would end the curve."""
+    log(tmp_path, rows(1, 5, 0.0))
+    (file,) = tmp_path.iterdir()
+    whole = bytearray(file.read_bytes())
+    assert len(read_curves(tmp_path)["a"].values) == 5 and not capsys.readouterr().out
+    at, bytes_of_a_record = 0, []
+    while at < len(whole):
+        end = at + 12 + int.from_bytes(whole[at : at + 8], "little") + 4
+        bytes_of_a_record.append(range(at, end))
+        at = end
+    for place in bytes_of_a_record[3]:  # behind the version of the format: batch 3
+        changed = bytearray(whole)
+        changed[place] ^= 16
+        file.write_bytes(changed)
+        in_head = place < bytes_of_a_record[3].start + 12
+        assert read_curves(tmp_path)["a"].values.tolist() == ([1, 2] if in_head else [1, 2, 4, 5])
+        told = "damaged at byte" if in_head else "1 damaged records, whose figures are left out"
+        (line,) = capsys.readouterr().out.splitlines()
+        assert str(file) in line and told in line and line.endswith("copy the file again")
