@@ -184,6 +184,39 @@ def test_weights_that_are_missing_are_not_drawn(tmp_path, write, read, message):
         read(tmp_path)
 
 
+def of_two_levels(folder):
+    types = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    AutoencoderKL(block_out_channels=(8, 8), norm_num_groups=4, **types).save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("write", "read", "changed"),
+    [
+        (of_two_levels, READERS["vae"][1], ('"down_block_types"', '"down_blo#k_types"')),  # whose default is one level
+        (of_two_levels, READERS["vae"][1], ('"layers_per_block": 1', '"layers_per_block": 0')),
+        (of_clip_text, READERS["clip text"][1], ('"num_hidden_layers": 2', '"num_hidden_layers": 0')),
+    ],
+)
+def test_weights_without_layers_are_not_left_out(tmp_path, write, read, changed):
+    """A changed bit in the config would make another encoder of the same weights."""
+    write(tmp_path)
+    read(tmp_path)
+    text = (tmp_path / "config.json").read_text()
+    assert changed[0] in text
+    (tmp_path / "config.json").write_text(text.replace(*changed))
+    with pytest.raises(ValueError, match="has weights that its config.json has no layers for, such as"):
+        read(tmp_path)
+
+
+def test_a_text_model_is_read_from_a_file_of_a_whole_clip(tmp_path):
+    """And from one of an earlier version of transformers, which has the numbers of positions."""
+    of_clip_text(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    others = {"logit_scale": torch.ones(1), "text_model.embeddings.position_ids": torch.arange(6)[None]}
+    save_file(tensors | others, tmp_path / "model.safetensors", {"format": "pt"})
+    READERS["clip text"][1](tmp_path)
+
+
 def options(**values):
     return {"tokenizer_kwargs": values}
 

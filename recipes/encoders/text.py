@@ -34,6 +34,7 @@ WORDS = (
     VOCABULARY, "merges.txt", TOKENIZER, "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json",
 )  # fmt: skip
+BLOCKS = "text_model.encoder.layers."  # begins the names of the weights of its blocks
 TYPES = ("clip_text_model", "clip")  # of models of transformers that have CLIP's text tower
 SEPARATE = "separate_tokenizer"  # folder of an export's copy of a tokenizer that lies outside of the model's folder
 
@@ -159,7 +160,8 @@ def hf_clip_text(
 
     Raises:
         FileNotFoundError: a local folder lacks one of its files.
-        ValueError: a model of another type, such as T5, or one that lacks weights or cannot be loaded.
+        ValueError: a model of another type, such as T5, or one that lacks weights or blocks for them, or cannot be
+            loaded.
     """
     from transformers import CLIPTextConfig, CLIPTextModel
 
@@ -206,6 +208,12 @@ def hf_clip_text(
             raise cannot_load("text_encoder.path", path, error, is_hub_id=not local) from error
         if missing := found["missing_keys"]:  # transformers draws random numbers for them
             raise ValueError(f"text_encoder.path: {id} lacks weights, such as {sorted(missing)[0]}; copy it again")
+        # Files may also hold an image tower. Of the blocks of a text model, transformers would leave out the last.
+        if left := sorted(name for name in found["unexpected_keys"] if name.startswith(BLOCKS)):
+            raise ValueError(
+                f"text_encoder.path: {id} has weights that its {CONFIG} has no layers for, such as {left[0]}; copy it "
+                "again"
+            )
         return module
 
     try:

@@ -44,7 +44,8 @@ def kl_vae(
 
     Raises:
         FileNotFoundError: a local folder lacks one of its files.
-        ValueError: a VAE of another class, that normalises its latents per channel, lacks weights, or cannot be loaded.
+        ValueError: a VAE of another class, that normalises its latents per channel, lacks weights or layers for them,
+            or cannot be loaded.
     """
     from diffusers import AutoencoderKL
 
@@ -82,6 +83,11 @@ def kl_vae(
             raise cannot_load("image_encoder.path", path, error, is_hub_id=not local) from error
         if missing := found["missing_keys"]:  # diffusers draws random numbers for them
             raise ValueError(f"image_encoder.path: {path} lacks weights, such as {sorted(missing)[0]}; copy it again")
+        if left := found["unexpected_keys"]:  # diffusers goes on with the network that is left
+            raise ValueError(
+                f"image_encoder.path: {path} has weights that its {CONFIG} has no layers for, such as "
+                f"{sorted(left)[0]}; copy it again"
+            )
         vae.use_slicing = slicing
         if fused:
             fuse(vae, norms=channels_last)
