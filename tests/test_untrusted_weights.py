@@ -50,6 +50,19 @@ def test_an_array_that_claims_too_much_and_one_that_is_an_archive(tmp_path):
             assert reads_or_refuses(EncodedSet(str(tmp_path), None, {}).null_text, shape) is None
 
 
+@pytest.mark.parametrize("data", [b"\x00\x3c\r\n" * 3, b"\x00\x3c\r\n\x0a\x3c" * 2])
+def test_an_array_with_bytes_too_many_is_not_read(tmp_path, data):
+    """A copy as text makes other ends of lines: all numbers behind the first would be others."""
+    np.save(tmp_path / "null_text.npy", np.frombuffer(data, np.float16).reshape(-1, 2))
+    opened, shape = EncodedSet(str(tmp_path), None, {}), (len(data) // 4, 2)
+    assert opened.null_text(shape).numpy().tobytes() == data
+    whole = (tmp_path / "null_text.npy").read_bytes()
+    for changed in (whole + b"\0", whole[:-11] + whole[-11:].replace(b"\r\n", b"\r\r\n")):
+        (tmp_path / "null_text.npy").write_bytes(changed)
+        with pytest.raises(ValueError, match=rf"null_text.npy: .*{len(changed)} bytes instead of {len(whole)}.; copy"):
+            opened.null_text(shape)
+
+
 # --- weights and checkpoints -------------------------------------------------------------------------------------
 
 

@@ -19,13 +19,15 @@ def read_matrix(file: Path, shape: tuple[int, int]) -> np.ndarray:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is not such an array; its header may claim more than the file holds.
+        ValueError: it is not such an array; its header may claim more than the file holds, or less.
     """
     try:
         with memory_to_read(file, file.stat().st_size):
             array = np.load(file, mmap_mode="r", allow_pickle=False)  # compares the sizes before it takes memory
             if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype.kind not in "iuf":
                 raise ValueError(f"expected {shape[0]} x {shape[1]} numbers")
+            if (end := array.offset + array.nbytes) != file.stat().st_size:  # as where ends of lines were converted
+                raise ValueError(f"{file.stat().st_size} bytes instead of {end}")
             return np.array(array)
     except (FileNotFoundError, NotEnoughMemory):
         raise
