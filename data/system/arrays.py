@@ -10,12 +10,13 @@ from data.system.errors import one_line
 from data.system.memory import NotEnoughMemory, memory_to_read
 
 
-def read_matrix(file: Path, shape: tuple[int, int]) -> np.ndarray:
+def read_matrix(file: Path, shape: tuple[int, int] | None = None, advice: str = "copy it again") -> np.ndarray:
     """Reads a .npy file of numbers in two dimensions.
 
     Args:
         file: its path.
-        shape: of the array.
+        shape: of the array; None: any.
+        advice: what to do with a file that is not such an array.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -24,12 +25,13 @@ def read_matrix(file: Path, shape: tuple[int, int]) -> np.ndarray:
     try:
         with memory_to_read(file, file.stat().st_size):
             array = np.load(file, mmap_mode="r", allow_pickle=False)  # compares the sizes before it takes memory
-            if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype.kind not in "iuf":
-                raise ValueError(f"expected {shape[0]} x {shape[1]} numbers")
+            fits = isinstance(array, np.ndarray) and (array.ndim == 2 if shape is None else array.shape == shape)
+            if not fits or array.dtype.kind not in "iuf":
+                raise ValueError("expected {} x {} numbers".format(*("any", "any") if shape is None else shape))
             if (end := array.offset + array.nbytes) != file.stat().st_size:  # as where ends of lines were converted
                 raise ValueError(f"{file.stat().st_size} bytes instead of {end}")
             return np.array(array)
     except (FileNotFoundError, NotEnoughMemory):
         raise
     except Exception as error:  # on damaged bytes, NumPy raises nearly anything
-        raise ValueError(f"{file}: not readable as an array of NumPy ({one_line(error)}); copy it again") from None
+        raise ValueError(f"{file}: not readable as an array of NumPy ({one_line(error)}); {advice}") from None

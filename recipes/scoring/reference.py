@@ -16,6 +16,7 @@ from PIL import Image, ImageFilter
 from data.sources.base import DecodedSample, Rejected, Sample, samples_of, shards_of
 from data.sources.captions import without_surrogates
 from data.sources.filters import Filter
+from data.system.arrays import read_matrix
 from data.system.files import atomic_write
 from data.system.log import log
 from data.transforms import resize_and_crop
@@ -126,6 +127,9 @@ def reference_features(
         radii: of the blur, in pixels.
         extractor: a `Features`.
         folder: of the cache.
+
+    Raises:
+        ValueError: a file of the cache is damaged.
     """
     facts = {"content": content(samples), "resolution": resolution, "resize": RESIZE, "extractor": extractor.hash}
     files = {radius: folder / f"{fingerprint({**facts, 'blur': radius})}.npy" for radius in radii}
@@ -138,4 +142,5 @@ def reference_features(
         for radius, parts in found.items():
             with atomic_write(files[radius]) as partial, open(partial, "wb") as stream:
                 np.save(stream, np.concatenate(parts) if parts else np.empty((0, 0), np.float32), allow_pickle=False)
-    return {radius: np.load(file, allow_pickle=False) for radius, file in files.items()}
+    advice = "delete it, and start the same command again"
+    return {radius: read_matrix(file, advice=advice) for radius, file in files.items()}

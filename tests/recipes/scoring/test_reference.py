@@ -103,3 +103,13 @@ def test_features_are_kept_for_each_blur_and_all_that_they_depend_on(monkeypatch
         before = other.seen
         reference_features(*arguments, tmp_path)
         assert other.seen == before + 5
+
+
+@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[:-3], lambda data: data + b"\0"])
+def test_damaged_features_are_one_line(damage, tmp_path):
+    arguments = Source(3).samples, 8, [0], Extractor(), tmp_path
+    reference_features(*arguments)
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(ValueError, match=rf"^{file}: not readable as an array of NumPy .*; delete it, and start"):
+        reference_features(*arguments)
