@@ -217,6 +217,28 @@ def test_a_text_model_is_read_from_a_file_of_a_whole_clip(tmp_path):
     READERS["clip text"][1](tmp_path)
 
 
+def test_lost_merges_are_told(tmp_path, capsys):
+    """Of CLIP's own vocabulary: no line where all are there; captions become other tokens where the file was cut."""
+    of_clip_text(tmp_path)
+    config = CLIPTextConfig.from_pretrained(tmp_path, vocab_size=49408, bos_token_id=49406, eos_token_id=49407)
+    CLIPTextModel(config).save_pretrained(tmp_path)
+    words = open_clip_tokenizer("ViT-B-32")
+    marks = {"<start_of_text>": "<|startoftext|>", "<end_of_text>": "<|endoftext|>"}
+    (tmp_path / "vocab.json").write_text(json.dumps({marks.get(word, word): i for word, i in words.encoder.items()}))
+    lines = ["#version: 0.2", *(" ".join(pair) for pair in words.bpe_ranks)]
+    (tmp_path / "merges.txt").write_text("\n".join(lines) + "\n")
+    whole = READERS["clip text"][1](tmp_path)
+    assert not capsys.readouterr().out
+    (tmp_path / "merges.txt").write_text("\n".join(lines[:-2]) + "\n")
+    READERS["clip text"][1](tmp_path)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert f"{tmp_path}: no line of merges.txt makes 2 of the 49408 entries of vocab.json, such as" in line
+    (tmp_path / "merges.txt").write_text("")
+    cut = READERS["clip text"][1](tmp_path)
+    assert not torch.equal(cut.tokenize(["dots"]), whole.tokenize(["dots"]))
+    assert "makes 48894 of" in capsys.readouterr().out
+
+
 def options(**values):
     return {"tokenizer_kwargs": values}
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from data.aliases import InputPath
+from data.system.log import log
 from data.tokenizers.clip_words import bound
 from recipes.encoders.base import ModelPath, TextEncoder, cannot_load
 from recipes.encoders.open_clip_models import (
@@ -246,7 +247,24 @@ def _tokenizer(root: str, words: str, source: dict[str, Any]) -> Any:
         file = cached_file(root, name, subfolder=words, _raise_exceptions_for_missing_entries=False, **source)
         if file is not None:
             check_words(Path(file), kind.vocab_files_names)
-    return bound(kind.from_pretrained(root, subfolder=words, **source))
+    tokenizer = kind.from_pretrained(root, subfolder=words, **source)
+    if found:
+        _warn_of_lost_merges(tokenizer, Path(root, words))
+    return bound(tokenizer)
+
+
+def _warn_of_lost_merges(tokenizer: Any, folder: Path) -> None:
+    """A line if no merge makes some entries of the vocabulary, as where the file of the merges was cut off at the end
+    of a line: their words would be encoded as smaller parts, on which the model was not trained."""
+    letters, made = set(tokenizer.byte_encoder.values()), {"".join(pair) for pair in tokenizer.bpe_ranks}
+    known = made | letters | {f"{letter}</w>" for letter in letters} | set(tokenizer.all_special_tokens)
+    lost = [word for word in tokenizer.encoder if word not in known]
+    if lost:
+        log.warning(
+            f"text_encoder: {folder}: no line of merges.txt makes {len(lost)} of the {len(tokenizer.encoder)} entries "
+            f"of {VOCABULARY}, such as {lost[0]!r:.40}, which no caption is encoded with; copy the files again if one "
+            "was cut"
+        )
 
 
 def lies_outside(part: str) -> bool:
