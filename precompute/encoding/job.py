@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 from data.encoded.manifest import NULL_TEXT, Manifest
 from data.own_gpu import check_own_gpu
 from data.sources.base import InputShard, Source
+from data.system.arrays import read_matrix
 from data.system.files import atomic_write, write_text
 from data.system.locks import HeldByAnother, held
 from data.system.log import every_rank, log
@@ -281,12 +282,13 @@ def preparation_of(config: EncodeConfig, texts: TextEncoder | None) -> Preparati
 
 
 def store_null_text(path: Path, texts: TextEncoder) -> None:
-    """Writes the embedding of the empty caption, float16 (L, D), unless it is there already.
+    """Writes the embedding of the empty caption, float16 (L, D), unless it is there already and can be read.
 
     Raises:
         ValueError: it is not finite.
     """
-    if path.is_file():
+    with suppress(FileNotFoundError, ValueError):  # training and verify.py would refuse a damaged one
+        read_matrix(path, (texts.length, texts.width))
         return
     tokens = texts.tokenize([""]).to(texts.device)
     text = texts.embed(tokens).half()

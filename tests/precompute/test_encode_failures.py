@@ -18,6 +18,7 @@ from data.sources.tars import TarSource
 from data.system.locks import held
 from precompute.encode import main
 from precompute.encoding import pipeline
+from precompute.encoding.job import store_null_text
 from precompute.output.output_set import OutputSet
 from precompute.output.problems import Problem
 from tests.disks import fill, read_only, small_disk, small_files
@@ -330,3 +331,16 @@ def test_a_worker_that_dies_is_reported(recipe, monkeypatch, capsys):
     monkeypatch.setattr("data.workers.quarantine.LIMIT", 3)
     error = expect_error([recipe(workers=1)], capsys)
     assert "a decoding process died" in error and "shm" in error
+
+
+def test_a_damaged_null_text_is_written_anew(encoders, tmp_path):
+    """The job would finish a set that training refuses."""
+    file, (_, texts) = tmp_path / "null_text.npy", encoders
+    store_null_text(file, texts)
+    whole, number = file.read_bytes(), file.stat().st_ino
+    store_null_text(file, texts)
+    assert file.stat().st_ino == number  # a whole one stays
+    for damaged in (b"", whole[:-2], whole + b"\0", b"?" + whole[1:]):
+        file.write_bytes(damaged)
+        store_null_text(file, texts)
+        assert file.read_bytes() == whole
