@@ -126,7 +126,7 @@ class PromptGrid(PeriodicCallback, ABC):
             return None
         whole = torch.cat(parts)[: len(self.prompts)]
         finite = whole.isfinite() if whole.is_floating_point() else whole >= 0
-        lost = int((~finite.flatten(1).all(1)).sum())
+        lost = int((~finite.reshape(len(whole), -1).all(1)).sum())
         if lost:  # they would be black, or any others
             log.warning(
                 f"samples: batch {run.clock.batch}: {lost} of {len(whole)} images are not finite in the precision of "
