@@ -126,7 +126,7 @@ def test_validation_is_averaged_as_training_is(batch):
             figure.update(results)
     losses = task(batch)
     for name, key in (("loss", "total"), ("text_loss", "text"), ("image_loss", "image")):
-        torch.testing.assert_close(figures[name].compute(), losses[key].detach(), rtol=1e-5, atol=0)
+        torch.testing.assert_close(figures[name].compute().float(), losses[key].detach(), rtol=1e-5, atol=0)
 
 
 def test_validation_figures_are_those_of_each_sample(batch):
