@@ -3,6 +3,7 @@
 import threading
 from contextlib import contextmanager
 from urllib.parse import parse_qs
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -97,6 +98,8 @@ def serve(monkeypatch):
         monkeypatch.setenv(name, value)
     try:
         bucket.client = boto3.client("s3", endpoint_url=address)
+        # moto keeps the objects of all servers of a process in one place: those of earlier tests would be there.
+        urlopen(Request(f"{address}/moto-api/reset", method="POST")).close()
         bucket.client.create_bucket(Bucket="sets")
         yield bucket
     finally:
