@@ -77,7 +77,7 @@ def build_extractor(
     size = "x".join(map(str, model.size))
     return Features(
         name=f"picture tower of the contrastive model {path}",
-        resize=f"bicubic to {size}, antialiased (none at that size)",
+        resize=f"{model.filter} to {size}, antialiased (none at that size)",
         hash=model.hash(),
         network=lambda pictures: {"features": model.embed_images(pictures)},
     )

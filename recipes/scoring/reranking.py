@@ -66,16 +66,18 @@ class Reranker:
         self.size = (size, size) if isinstance(size, int) else tuple(size)
         mean, std = (torch.tensor(visual.preprocess_cfg[key], device=device) for key in ("mean", "std"))
         self.mean, self.std = mean[:, None, None], std[:, None, None]
+        # As open_clip's own transform: "random", of training, is bicubic in evaluation.
+        self.filter = "bilinear" if visual.preprocess_cfg.get("interpolation") == "bilinear" else "bicubic"
         self.config = None if known else folder / CONFIG
 
     def hash(self) -> str:
-        """sha256 of the weights, and of the activation or a folder's config: by another activation, or another mean of
-        pixels, the same weights give other embeddings."""
+        """sha256 of the weights, and of the activation and the filter, or a folder's config: by another activation, or
+        another mean of pixels, the same weights give other embeddings."""
         weights = weights_hash(self.network)
-        if self.config is None and not self.quick_gelu:
-            return weights
-        config = b"quick_gelu" if self.config is None else self.config.read_bytes()
-        return hashlib.sha256(weights.encode() + config).hexdigest()
+        if self.config is not None:
+            return hashlib.sha256(weights.encode() + self.config.read_bytes()).hexdigest()
+        differs = ("quick_gelu" if self.quick_gelu else "") + ("bilinear" if self.filter == "bilinear" else "")
+        return hashlib.sha256(f"{weights}{differs}".encode()).hexdigest() if differs else weights
 
     @torch.no_grad()
     def scores(self, captions: list[str], images: np.ndarray, batch: int = 64) -> np.ndarray:
@@ -115,7 +117,7 @@ class Reranker:
         """Images uint8 (B, H, W, 3) to the input of the image tower, (B, 3, h, w) float32."""
         images = pixels.permute(0, 3, 1, 2).float() / 255
         if images.shape[2:] != self.size:
-            images = nn.functional.interpolate(images, self.size, mode="bicubic", antialias=True).clamp(0, 1)
+            images = nn.functional.interpolate(images, self.size, mode=self.filter, antialias=True).clamp(0, 1)
         return (images - self.mean) / self.std
 
 

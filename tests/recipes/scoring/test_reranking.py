@@ -102,6 +102,32 @@ def test_scores_are_the_similarities_of_open_clips_own_embeddings(clip_folder):
         np.testing.assert_allclose(reranker.scores(captions, images, batch), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("filter", ["bilinear", "bicubic", None])
+def test_images_are_resized_by_the_filter_of_the_model(clip_folder, tmp_path, filter):
+    """As open_clip's own transform does, which rounds to 8 bits in between: the values differ by at most one of 255
+    steps. The two filters differ by more than 10 here."""
+    shutil.copytree(clip_folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / reranking.CONFIG).read_text())
+    config["preprocess_cfg"] = {"std": [1.0, 1.0, 1.0]} | ({} if filter is None else {"interpolation": filter})
+    (tmp_path / reranking.CONFIG).write_text(json.dumps(config))
+    reranker = reranking.Reranker(str(tmp_path), "cpu")
+    _, _, prepare = open_clip.create_model_and_transforms(f"local-dir:{tmp_path}")
+    image = np.random.default_rng(0).integers(0, 256, (3 * reranker.size[0], 3 * reranker.size[1], 3), dtype=np.uint8)
+    prepared = reranker._prepare(torch.from_numpy(image[None]))[0]
+    torch.testing.assert_close(prepared, prepare(Image.fromarray(image)), atol=1.01 / 255, rtol=0)
+
+
+def test_the_hash_of_a_known_model_is_of_its_filter(clip_folder, monkeypatch):
+    """Stored scores by the bicubic filter are not taken for those by the bilinear one."""
+    small = open_clip.create_model(f"local-dir:{clip_folder}")
+    monkeypatch.setattr(reranking, "load_open_clip", lambda model, tag, key: small)
+    hashes = []
+    for filter in ("bicubic", "bilinear"):
+        small.visual.preprocess_cfg["interpolation"] = filter
+        hashes.append(reranking.Reranker("ViT-L-14/laion2b_s32b_b82k", "cpu").hash())
+    assert hashes[0] != hashes[1]
+
+
 def test_embeddings_that_are_not_finite_are_refused(clip_folder, tmp_path):
     """By their similarities, which compare as false, each image would find its own caption."""
     shutil.copytree(clip_folder, tmp_path, dirs_exist_ok=True)
