@@ -124,6 +124,7 @@ def check_gradients(recipe_file: str, folder: Path) -> None:
         assert len(again) == recomputed * len(task.recomputed_blocks())
         units = shard(task, init_device_mesh("cpu", (2,)), recomputed=again, **options)
         apart = "parameters" in options
+        rounded = own_format(task, options["by_block"]) if apart else set()
         # The norms of a model that is one unit: those of each block, or of each part that is computed again, and the
         # one at the end of the U-Net.
         norms = 0 if options["by_block"] or not apart else len(again or task.blocks()) + 1
@@ -145,7 +146,7 @@ def check_gradients(recipe_file: str, folder: Path) -> None:
             dist.all_reduce(mean.detach_())
             torch.testing.assert_close(mean / 2, loss.detach(), **near)
             for name, gradient in gradients(task).items():
-                close = summed if apart and name in own_format(task, options["by_block"]) else near
+                close = summed if name in rounded else near
                 torch.testing.assert_close(gradient, wanted[name], **close, msg=lambda m, n=name: f"{n} {m}")
         # torch 2.7 names its arguments.
         made = [call.kwargs.get("output_tensor", *call.args[:1]) for call in gather.mock_calls]
@@ -170,8 +171,8 @@ def check_traffic(task: LatentDiffusion, options: dict[str, object], gathered: i
 def own_format(task: LatentDiffusion, by_block: bool) -> set[str]:
     """Names of the parameters whose format `parameters` sets: those of blocks or of the whole task, without norms."""
     norms = {id(p) for m in task.modules() if isinstance(m, NORMS) for p in m.parameters()}
-    parts = {id(p) for part in (task.blocks() if by_block else [task]) for p in part.parameters()}
-    return {name for name, p in task.named_parameters() if id(p) in parts - norms}
+    chosen = {id(p) for part in (task.blocks() if by_block else [task]) for p in part.parameters()} - norms
+    return {name for name, p in task.named_parameters() if id(p) in chosen}
 
 
 def norm_values(part: torch.nn.Module) -> int:
