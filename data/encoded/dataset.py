@@ -305,8 +305,8 @@ class EncodedLoader(StreamingDataLoader):
             if last:  # Composer asks for no batch after it, unless the epoch was resumed
                 self.dataset.finished_epoch = epoch
                 # For py1s and py2s, streaming fills an epoch up to a multiple of 64 samples per machine.
-                rows = self.batch_size - (self.num_samples_yielded - expected)
-                batch = {name: tensor[:rows] for name, tensor in batch.items()}
+                beyond = self.num_samples_yielded - expected
+                batch = {name: tensor[: len(tensor) - beyond] for name, tensor in batch.items()}
             yield batch
             if last:
                 break
