@@ -44,7 +44,7 @@ def read_index(folder: str | Path) -> list[Shard]:
     before, named = None, set()
     for number, entry in enumerate(entries):
         try:
-            _check(entry, before)
+            check_entry(entry, before)
             name = entry["raw_data"]["basename"]
             if name in named:  # its samples would be trained on twice as often as all others
                 raise ValueError(f"names {name!r:.80}, as an earlier shard does")
@@ -71,7 +71,7 @@ class _Sharing:
         return values
 
 
-def _check(entry: Any, before: Shard | None) -> None:
+def check_entry(entry: Any, before: Shard | None = None) -> None:
     """Raises a ValueError unless an entry is right. Of the one before that is known."""
     if not isinstance(entry, dict) or entry.get("format") != "mds" or entry.get("version") != 2:
         shown = {name: entry.get(name) for name in ("format", "version")} if isinstance(entry, dict) else entry

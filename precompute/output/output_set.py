@@ -43,6 +43,7 @@ from precompute.config import EARLIER_RESAMPLING, RESAMPLING, EncodeConfig, chan
 from precompute.output.folder_gone import FolderGone
 from precompute.output.merged_index import END, merged_shards
 from precompute.output.problems import Problem
+from precompute.output.shard_facts import wrong_entry, wrong_fact
 from precompute.output.totals import counts_text, rejected, totals
 from precompute.output.upload import MARKER, Copy
 
@@ -352,16 +353,16 @@ class OutputSet:
         # Folders that were copied may have the name of another, or files of two encodings.
         if (name := marker.get("shard", shard)) != shard:
             raise _damaged(self.folder(shard) / DONE, f"it is of the shard {name}", remove=self.folder(shard))
-        if (found := sum(info["samples"] for info in entries)) != marker["samples"]:
-            what = f"{found:,} samples, {DONE} says {marker['samples']:,}"
-            raise _damaged(self.folder(shard) / INDEX, what, remove=self.folder(shard))
+        rejected_lines = self._read(shard, REJECTED)
+        if (reason := wrong_entry(marker, entries, rejected_lines)) is not None:
+            raise _damaged(self.folder(shard), reason, remove=self.folder(shard))
         for info in entries:
             stored = info.get("zip_data") or info["raw_data"]
             self._check_size(shard, stored["basename"], stored["bytes"])
             # `streaming.base.util.merge_index` keeps one folder level only.
             for data in (info[key] for key in ("raw_data", "zip_data") if info.get(key)):
                 data["basename"] = f"shards/{shard}/{data['basename']}"
-        return marker, ", ".join(map(json.dumps, entries)), self._read(shard, REJECTED)
+        return marker, ", ".join(map(json.dumps, entries)), rejected_lines
 
     def remove_stale(self) -> None:
         """Removes what killed processes left of shards that another process finished, and of the files of the set."""
@@ -373,7 +374,10 @@ class OutputSet:
             remove_partial(self.out / name, STALE)
 
     def _done(self, shard: str) -> dict[str, Any]:
-        return self._json(shard, DONE, "options")
+        done = self._json(shard, DONE, "options")
+        if (reason := wrong_fact(done)) is not None:
+            raise _damaged(self.folder(shard) / DONE, reason, remove=self.folder(shard))
+        return done
 
     def _json(self, shard: str, name: str, key: str) -> dict[str, Any]:
         """Content of a JSON file of a finished shard, which must hold `key`."""

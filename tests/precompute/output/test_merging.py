@@ -14,6 +14,8 @@ from precompute.output.totals import totals
 from tests.locks import held_by_a_child
 
 OPTIONS = {"crop": "center", "sizes": [1, 2]}
+COLUMNS = dict.fromkeys(("column_names", "column_encodings", "column_sizes", "hashes"), [])
+ENTRY = {"format": "mds", "version": 2, "compression": None, **COLUMNS}
 
 
 def finish(output: OutputSet, shard: str, files: int, options: dict = OPTIONS) -> None:
@@ -23,13 +25,15 @@ def finish(output: OutputSet, shard: str, files: int, options: dict = OPTIONS) -
     entries = []
     for number in range(files):
         name = f"shard.{number:05d}.mds"
-        (folder / name).write_bytes(bytes(number + 7))
-        entries.append({"samples": 3, "raw_data": {"basename": name, "bytes": number + 7}, "zip_data": None})
+        (folder / name).write_bytes(bytes(number + 16))
+        raw = {"basename": name, "bytes": number + 16, "hashes": {}}
+        entries.append({**ENTRY, "samples": 3, "raw_data": raw, "zip_data": None})
     (folder / "index.json").write_text(json.dumps({"version": 2, "shards": entries}))
     (folder / "rejected.jsonl").write_text(f'{{"shard": "{shard}"}}\n')
     size = int(shard) * 0.1
     sums = {"count": 3 * files, "mean": [size, 1.0], "square": [size, 2.0], "variance": [size, 3.0]}
-    done = {"shard": shard, "samples": 3 * files, "rejected": {"too_small": 1}, "bytes": 7, "reencoded": 0}
+    done = {"shard": shard, "samples": 3 * files, "rejected": {"too_small": 1}, "reencoded": 0}
+    done |= {"bytes": sum(entry["raw_data"]["bytes"] for entry in entries)}
     done |= {"upscaled": {"16": 1}, "latents": {"16": sums}, "options": options}
     (folder / "done.json").write_text(json.dumps(done, indent=1))
 
@@ -75,7 +79,7 @@ def test_a_folder_of_another_shard_or_of_two_encodings_is_not_merged(tmp_path):
     shutil.rmtree(output.folder("0002"))
     finish(output, "0002", files=2)
     shutil.copy(output.folder("0001") / "index.json", output.folder("0002"))
-    with pytest.raises(ValueError, match=r"0002/index.json: damaged \(3 samples, done.json says 6\)"):
+    with pytest.raises(ValueError, match=r"0002: damaged \(3 samples in index.json, 6 in done.json\); delete"):
         output.join(OPTIONS)
 
 

@@ -269,6 +269,34 @@ def test_a_damaged_shard_does_not_get_into_the_index(tmp_path, name, content, me
     assert not (tmp_path / "index.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "old", "new", "message"),
+    [
+        ("done.json", "samples", "sampmes", r"done.json: damaged \(samples is None\); delete .*/a and start"),
+        ("done.json", '"bytes": ', '"bytes": 1', r"/a: damaged \([\d,]+ bytes in index.json, 1[\d,]+ in done.json\)"),
+        ("done.json", '"too_small": 1', '"too_small": 3', "1 lines in rejected.jsonl, 3 rejected in done.json"),
+        ("done.json", '"reencoded": 0', '"reencoded": "0"', "reencoded is '0'"),
+        ("done.json", '"8": 0', '"9": 0', r"done.json: damaged \(upscaled is of 9\)"),
+        ("done.json", '"square"', '"squarg"', "latents.8 is {'count"),
+        ("done.json", '"options": {', '"options": [], "x": {', r"options is \[\]"),
+        ("index.json", "raw_data", "raw_dat`", "file 0 of index.json: raw_data is None"),
+        ("index.json", '"samples": 1', '"samples": 2', "2 samples in index.json, 1 in done.json"),
+        ("index.json", '"shards": [', '"shards": 3, "x": [', "no list of files but 3"),
+        ("rejected.jsonl", "\n", "", "0 lines in rejected.jsonl, 1 rejected in done.json"),
+    ],
+)
+def test_a_changed_byte_of_a_shards_own_files(tmp_path, name, old, new, message):
+    """Each was a traceback, or was counted into the manifest."""
+    output = OutputSet(tmp_path, ["a"])
+    options = {"resolutions": [8]}
+    write(output, "a", [sample("a0"), Rejected("a1", "too_small")], options)
+    file = output.folder("a") / name
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new, 1))
+    with pytest.raises(ValueError, match=message):
+        output.merge(FIELDS, options)
+
+
 def test_an_output_folder_that_is_a_file(tmp_path):
     (tmp_path / "out").write_text("")
     with pytest.raises(ValueError, match="out: .*/out/shards cannot be a folder, a file is there; give another"):
