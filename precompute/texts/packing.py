@@ -94,12 +94,14 @@ def pack(config: PackConfig, sources: dict[str, Source], sets: dict[str, OutputS
             are complete all the same.
     """
     vocabulary = config.read_vocabulary()
+    file = VocabularyFile.read(config.vocabulary)
     options = {label: config.request() | source_options(config.sources[label]) for label in sets}
     for label, output in sets.items():
         output.claim(options[label])
         write_text(output.out / CONFIG, to_yaml(config))
-        if not (output.out / VOCABULARY).is_file():
-            VocabularyFile.read(config.vocabulary).copy(output.out)
+        copy = output.out / VOCABULARY
+        if not copy.is_file() or VocabularyFile.read(copy).sha256 != file.sha256:  # `claim` has compared the set's
+            file.copy(output.out)
     for label, shard, keep in shards_to_do(sets, rank):
         try:
             _pack_shard(config, sources[label], sets[label], shard, rank, vocabulary, options[label], keep)

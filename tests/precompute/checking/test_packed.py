@@ -101,6 +101,17 @@ def test_faults_of_compressed_files_name_them(text_sets, tmp_path, capsys):
     assert f"  fault: {raw}: sample 6 is damaged" in capsys.readouterr().out
 
 
+def test_a_damaged_copy_of_the_vocabulary_is_written_again(text_sets, tmp_path):
+    """Exports would take it from the set, and a job that was started again left it."""
+    job = [str(text_sets / "captions" / "config.yaml"), f"out={tmp_path}", "sources={docs: null, captions: null}"]
+    pack.main(job)
+    copy = tmp_path / "docs_val" / "vocabulary.json"
+    whole = copy.read_bytes()
+    copy.write_bytes(whole[:-9])
+    pack.main(job)
+    assert copy.read_bytes() == whole
+
+
 def test_what_packed_texts_cannot_be_asked_is_said(text_sets, capsys):
     for arguments, line in [
         ([text_sets], f"not an encoded set, or not finished: it has no manifest.json; give {text_sets}/captions"),
