@@ -279,17 +279,21 @@ def plain_pickles() -> Iterator[None]:
         with torch_files.checked():
             yield
     except CheckpointException as error:  # what the loader makes of any error, with the tracebacks of all ranks
+        where = next((str(path.parent) for path in known), "a sharded checkpoint")
         for cause in refused or [cause for cause, *_ in error.failures.values()]:
-            known = isinstance(cause, ValueError | FileNotFoundError | NotEnoughMemory)
-            if known and not isinstance(cause, UnicodeError):
+            if isinstance(cause, FileNotFoundError) and cause.filename is not None:
+                missing = f"{cause.filename}: missing; copy the whole folder of the checkpoint"
+                raise FileNotFoundError(missing) from error
+            of_user = isinstance(cause, ValueError | FileNotFoundError | NotEnoughMemory)
+            if of_user and not isinstance(cause, UnicodeError):
                 raise type(cause)(str(cause)) from error
             if _of_system(cause):
-                raise  # `data.system.disk_errors` finds it in there
+                raise cause from error  # the loader's is no Exception, and would not be made one line
             reason = first_line(cause)
             if "Missing key" in reason:
-                raise ValueError(f"a sharded checkpoint: not of this model ({reason})") from error
+                raise ValueError(f"{where}: not of this model ({reason})") from error
             if error.args[0] in ("read", "plan") and isinstance(cause, Exception):  # damaged bytes raise anything
-                raise DamagedCheckpoint(f"a part of a sharded checkpoint: damaged ({reason})") from error
+                raise DamagedCheckpoint(f"{where}: a part of it is damaged ({reason})") from error
         raise
     finally:
         FileSystemReader.read_metadata, DefaultLoadPlanner.load_bytes = theirs

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import metadata as metadata_format
 
+from recipes.config.command_line import user_errors
 from recipes.engines.checkpoints import plain_pickles as plain
 from recipes.engines.checkpoints.plain_pickles import load_plain, plain_metadata, plain_pickles
 from recipes.engines.checkpoints.sharded_files import Sharded
@@ -85,9 +86,31 @@ def test_a_part_of_a_sharded_checkpoint_has_no_more_bytes_than_its_record(tmp_pa
     said = "__0_0.distcp: not readable as a part of a checkpoint: RuntimeError it claims 256 bytes"
     with pytest.raises(ValueError, match=said):
         Sharded.open(tmp_path).values()
-    said = "a part of a sharded checkpoint: damaged .it claims 256 bytes in data/0, which has 64"
+    said = f"^{tmp_path}: a part of it is damaged .it claims 256 bytes in data/0, which has 64"
     with pytest.raises(ValueError, match=said), plain_pickles():
         dcp.load({"w": torch.zeros(64)}, checkpoint_id=tmp_path, no_dist=True)
+
+
+def test_a_part_of_a_sharded_checkpoint_that_cannot_be_read(tmp_path, capsys):
+    """PyTorch's own error is a BaseException, which was a traceback."""
+    write_part(tmp_path)
+    part = tmp_path / "__0_0.distcp"
+    part.unlink()
+
+    def said() -> str:
+        with pytest.raises(SystemExit), user_errors(), plain_pickles():
+            dcp.load({"w": torch.zeros(64)}, checkpoint_id=tmp_path, no_dist=True)
+        return capsys.readouterr().err
+
+    assert said() == f"error: {part}: missing; copy the whole folder of the checkpoint\n"
+    part.mkdir()
+    assert said().startswith(f"error: {part}: Is a directory; a folder has the name of a file")
+
+
+def test_a_sharded_checkpoint_of_another_model_is_named(tmp_path):
+    write_part(tmp_path)
+    with pytest.raises(ValueError, match=f"^{tmp_path}: not of this model .Missing key"), plain_pickles():
+        dcp.load({"v": torch.zeros(64)}, checkpoint_id=tmp_path, no_dist=True)
 
 
 def test_a_storage_ends_with_its_file(tmp_path):
