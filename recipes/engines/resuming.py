@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import nn
 
 from data.remote.stores import scheme_of
+from data.system.log import log
 from recipes.config.recipe import Checkpoints, Recipe
 from recipes.engines.checkpoints.bucket import Bucket
 from recipes.engines.checkpoints.fetched import fetch_newest
@@ -166,6 +167,23 @@ def saved_for(recipe: Recipe, engine: str, start: Path) -> Saved:
     """What the checkpoint is of that a run goes on from. Raises as `saved_at` and as `says_what_to_remove`."""
     with says_what_to_remove(Path(recipe.output, "checkpoints"), KINDS[engine], recipe.checkpoints):
         return saved_at(start, engine)
+
+
+def say_start(start: Path | str, batch: int) -> None:
+    """Log where a run goes on, and if the name of the checkpoint says another batch: its folder may have a file of
+    another checkpoint, whose weights would be trained with the data and the schedule of this one.
+
+    Args:
+        start: path or address of the checkpoint.
+        batch: that its state says.
+    """
+    log.info(f"checkpoints: goes on from {start} at batch {batch}")
+    named = batch_of(Path(start).name)
+    if named not in (None, batch):
+        log.warning(
+            f"checkpoints: {start} is of batch {batch} by its contents and of {named} by its name; unless you renamed "
+            "it, files of two checkpoints are mixed: stop the run, and copy the checkpoint again or remove it"
+        )
 
 
 def remove_halves(output: Path) -> None:

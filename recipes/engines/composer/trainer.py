@@ -49,7 +49,7 @@ from recipes.engines.logs.loggers import RunLoggers
 from recipes.engines.meeting import LIMIT, meeting
 from recipes.engines.parts import Parts, Place, build_parts
 from recipes.engines.record import keep_record
-from recipes.engines.resuming import check_form, saved_for, says_what_to_remove, start_of
+from recipes.engines.resuming import check_form, saved_for, say_start, says_what_to_remove, start_of
 from recipes.planning.run_summary import opening
 from recipes.training.callback import is_complete
 from recipes.training.checkpoint_names import KINDS, has_checkpoints
@@ -293,7 +293,7 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts, optimizer: torch.opt
     if checkpoints.resumes:
         files.catch_up()
     if trainer.state.timestamp.batch.value:
-        log.info(f"checkpoints: goes on from {start or load_path} at batch {trainer.state.timestamp.batch.value}")
+        say_start(start or load_path, trainer.state.timestamp.batch.value)
     return trainer
 
 

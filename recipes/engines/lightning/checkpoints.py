@@ -40,7 +40,7 @@ from recipes.engines.lightning.checkpoint_format import FORMAT, read_file
 from recipes.engines.lightning.data import RunBatches
 from recipes.engines.lightning.run import LightningRun
 from recipes.engines.parts import Parts
-from recipes.engines.resuming import saved_for, says_what_to_remove, start_of
+from recipes.engines.resuming import saved_for, say_start, says_what_to_remove, start_of
 from recipes.training.checkpoint_names import KINDS, REST
 from recipes.training.clock import CheckpointInterval
 from recipes.training.finite import is_worth_keeping
@@ -136,7 +136,7 @@ class Checkpoints:
             self._run.scaler.load_state_dict(state["scaler"])
         self._batches.load_state_dict(copied(state["data"]))
         self.generators = copied(state["generators"])
-        log.info(f"checkpoints: goes on from {self.path} at batch {self._run.counts.batch}")
+        say_start(self.path, self._run.counts.batch)
 
     def _load_weights(self, state: dict[str, Any]) -> None:
         run = self._run

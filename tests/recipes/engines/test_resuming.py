@@ -164,6 +164,24 @@ def test_a_damaged_part_of_a_sharded_checkpoint(tmp_path, file, damage):
         new_checkpoints(tmp_path, fsdp=sharded, autoresume=True)[0].load()
 
 
+def test_a_file_of_another_batch_in_a_checkpoint_is_said(tmp_path, capsys):
+    """Weights of one batch were trained with the data and the counts of another, without a word."""
+    sharded = FSDP(checkpoints="sharded")
+    checkpoints, run, _ = new_checkpoints(tmp_path, fsdp=sharded, keep=2)
+    save_at(checkpoints, run, 1, 2)
+    older, newest = (tmp_path / "checkpoints" / f"ep0-ba{batch}" for batch in (1, 2))
+
+    def said() -> str:
+        capsys.readouterr()
+        new_checkpoints(tmp_path, fsdp=sharded, autoresume=True)[0].load()
+        captured = capsys.readouterr()
+        return captured.out + captured.err
+
+    assert "by its name" not in said()
+    (newest / "rest.pt").write_bytes((older / "rest.pt").read_bytes())
+    assert f"{newest} is of batch 1 by its contents and of 2 by its name; unless you renamed it" in said()
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_changed_bit_outside_of_tensors_is_damage(tmp_path, sharded):
     """In the name of a weight it was a KeyError of PyTorch, and in a count nothing but another count."""
