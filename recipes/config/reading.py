@@ -20,6 +20,7 @@ from recipes.config.source_code import ROOT
 from recipes.config.values import ConfigError
 
 MARK = re.compile(r'in "<(byte|unicode) string>", line')  # of PyYAML, which is given no file
+MAX_DEPTH = 500  # of values in each other in a YAML
 MAX_VALUES = 100_000  # of a YAML, once its aliases are replaced by what they stand for
 
 # A recipe of somebody else must not put a credential into an address, and one's own is written to records and logs.
@@ -78,7 +79,7 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
 @functools.lru_cache  # a plan, and a table of settings, read a few files dozens of times, 10 ms each
 def _values(text: bytes) -> Any:
     """What a YAML says, interpolations as they are. The result is shared: it must not be changed."""
-    _check_aliases(text)
+    _check_size(text)
     return OmegaConf.to_container(OmegaConf.create(load(text) or {}), resolve=False)
 
 
@@ -89,8 +90,14 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return merge(below, above)
 
 
-def _check_aliases(text: bytes) -> None:
-    """Raises ValueError where aliases (`*name`) stand for more than `MAX_VALUES` values, or for themselves."""
+def _check_size(text: bytes) -> None:
+    """Raises ValueError where values are nested deeper than `MAX_DEPTH`, or aliases (`*name`) stand for more than
+    `MAX_VALUES` values, or for themselves."""
+    depth = 0
+    for event in yaml.parse(text, yaml.CSafeLoader):  # what builds values of deeper ones ends the process by a signal
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise ValueError("nested too deeply")
     sizes: dict[int, float] = {}
 
     def size(node: yaml.Node) -> float:

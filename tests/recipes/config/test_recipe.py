@@ -367,6 +367,7 @@ def test_interpolation(small):
             "BASE/smal.yaml: no such YAML file (the base of broken.yaml); did you mean BASE/small.yaml?",
         ),
         ("a: " + "[" * 300 + "]" * 300, "not readable as YAML: nested too deeply"),
+        ("a: " + "[" * 100_000, "not readable as YAML: nested too deeply"),  # the process ended by a signal
         ("base: broken.yaml", "is its own base, through broken.yaml"),
         ("base: other/circle.yaml", "is its own base, through broken.yaml, circle.yaml"),
     ],
