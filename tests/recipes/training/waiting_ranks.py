@@ -112,7 +112,7 @@ def a_slow_bucket(folder):
         patch.setattr(checkpoint_copies, "HelperProcess", Copying)
         for name in ("barrier", "all_reduce", "broadcast_object_list"):
             patch.setattr(dist, name, tells(getattr(dist, name), f"it waits in {name}"))
-        patch.setattr(ranks, "time", SimpleNamespace(sleep=tells(time.sleep, "it asks")))
+        patch.setattr(ranks, "time", SimpleNamespace(monotonic=time.monotonic, sleep=tells(time.sleep, "it asks")))
         files = CheckpointFiles(folder, KINDS["lightning"], keep=1, bucket="s3://sets/run")
 
         def copy():
@@ -191,7 +191,7 @@ def outside_of_collectives(said):
         until(said.is_file)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks, "time", SimpleNamespace(sleep=says))
+        patch.setattr(ranks, "time", SimpleNamespace(monotonic=time.monotonic, sleep=says))
         yield work
     dist.barrier()
 
@@ -380,7 +380,7 @@ def a_failure_of_the_first_rank(folder):
         raise RuntimeError("no")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks, "time", SimpleNamespace(sleep=lambda seconds: time.sleep(0.3)))
+        patch.setattr(ranks, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: time.sleep(0.3)))
         patch.setattr(ranks, "wait", lambda: alone.append((folder / "gone").exists()) or wait())
         with pytest.raises(ValueError if dist.get_rank() else RuntimeError, match="^no$"):
             ranks.by_first_rank(refuse)
