@@ -21,6 +21,7 @@ from recipes.engines.resuming import prepare_folder, remove_halves, says_what_to
 from recipes.exporting.checkpoints import read_checkpoint
 from recipes.training.checkpoint_names import KINDS, check_engine, last_written, newest_of_all
 from tests.recipes.engines.lightning.test_checkpoints import new_checkpoints, save_at
+from tests.recipes.engines.recording import record
 
 LINKS = {"composer": "latest-rank0.pt", "lightning": "latest"}
 
@@ -180,6 +181,23 @@ def test_a_file_of_another_batch_in_a_checkpoint_is_said(tmp_path, capsys):
     assert "by its name" not in said()
     (newest / "rest.pt").write_bytes((older / "rest.pt").read_bytes())
     assert f"{newest} is of batch 1 by its contents and of 2 by its name; unless you renamed it" in said()
+
+
+def test_under_composer_a_file_of_another_batch_is_said(quick_recipe, tmp_path, capfd):
+    """Not where the name is right."""
+    changes = ["loggers={}", "evals.val=null", "callbacks.throughput=null"]
+    record("composer", quick_recipe(tmp_path / "a", "training.duration=2ba", "checkpoints.every=2ba", *changes))
+    (file,) = (tmp_path / "a" / "checkpoints").glob("ep*-rank0.pt")
+    changes += ["training.duration=3ba", "checkpoints.allow_changes=[training]", "checkpoints.save=false"]
+
+    def said(output: str) -> str:
+        capfd.readouterr()
+        record("composer", quick_recipe(tmp_path / output, f"checkpoints.load_path={file}", *changes))
+        return capfd.readouterr().out
+
+    assert "by its name" not in said("b")
+    file = file.rename(file.with_name(file.name.replace("ba2", "ba7")))
+    assert f"{file} is of batch 2 by its contents and of 7 by its name; unless you renamed it" in said("c")
 
 
 @pytest.mark.parametrize("sharded", [False, True])
