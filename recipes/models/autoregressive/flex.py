@@ -36,10 +36,7 @@ class FlexAttention:
         """
         self.blocks = blocks
         self.backend = backend
-        queries, keys = blocks.BLOCK_SIZE
-        # A tile of a kernel must not be larger than a block. Options without a prefix would hold for both passes.
-        tiles = {"fwd_BLOCK_M": queries, "fwd_BLOCK_N": keys}
-        self.options = None if (queries, keys) == (128, 128) else tiles
+        self.options: dict[str, int] | None = None  # of the kernels; None: PyTorch's, whose tiles fit into `BLOCK`
         self.compiled: dict[tuple[object, ...], Callable[..., Tensor]] = {}
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
