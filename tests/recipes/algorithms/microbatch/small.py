@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader
 
 from recipes.algorithms.microbatch.device_memory import Reading
 from recipes.models.task import Task
+from recipes.training.microbatches import samples_of, split
 
 MB = 10**6
 
@@ -50,13 +51,9 @@ class Line(Task):
         return {"loss": (self.net(batch["x"]) - batch["y"]).square().mean(1)}
 
 
-def split(batch, size):
-    return [{name: t[i : i + size] for name, t in batch.items()} for i in range(0, len(batch["x"]), size)]
-
-
 def data(batch=24):
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(48, 3, generator=generator, dtype=torch.float64)
     samples = [{"x": row, "y": row.sum().square()[None]} for row in x]
     loader = DataLoader(samples, batch_size=batch, sampler=composer_dist.get_sampler(samples))
-    return DataSpec(loader, split_batch=split, get_num_samples_in_batch=lambda parts: len(parts["x"]))
+    return DataSpec(loader, split_batch=split, get_num_samples_in_batch=samples_of)

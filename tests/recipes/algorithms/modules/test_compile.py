@@ -32,6 +32,7 @@ from recipes.models.dvae.task import DiscreteAutoencoder
 from recipes.models.kl_autoencoder.task import KLAutoencoder
 from recipes.models.latent_diffusion.unet import unet
 from recipes.models.task import Task
+from recipes.training.microbatches import samples_of, split
 from tests.recipes.algorithms.composer_levers import algorithms_of
 from tests.recipes.engines.composer.inside import lever_of
 from tests.recipes.training.fake_run import FakeRun
@@ -76,10 +77,6 @@ class Deep(Task):
         return {"loss": (self.net(batch["x"]) - batch["y"]).square().mean(1)}
 
 
-def split(batch, size):
-    return [{name: t[i : i + size] for name, t in batch.items()} for i in range(0, len(batch["x"]), size)]
-
-
 def train(*levers, task=None, device="cpu", microbatch=4, **options):
     """A finished run with levers, always on the same batches: trainer and task."""
     task = task or Deep()
@@ -87,7 +84,7 @@ def train(*levers, task=None, device="cpu", microbatch=4, **options):
         lever.task = task
     x = torch.randn(32, 6, generator=torch.Generator().manual_seed(1))
     loader = DataLoader([{"x": row, "y": row.roll(1)} for row in x], batch_size=8)
-    data = DataSpec(loader, split_batch=split, get_num_samples_in_batch=lambda batch: len(batch["x"]))
+    data = DataSpec(loader, split_batch=split, get_num_samples_in_batch=samples_of)
     made = Trainer(
         model=ComposerTask(task),
         train_dataloader=data,

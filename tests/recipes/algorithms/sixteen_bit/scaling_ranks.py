@@ -5,7 +5,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from composer import DataSpec, Trainer
-from torch import nn
 
 from recipes.algorithms.gradients.clipping import ClipByNorm
 from recipes.algorithms.optimizers import adam16
@@ -13,19 +12,13 @@ from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradSca
 from recipes.engines.composer.model import ComposerTask
 from recipes.training.microbatches import samples_of, split
 from tests.recipes.algorithms.composer_levers import algorithms_of
-from tests.recipes.algorithms.residual import Residual
+from tests.recipes.algorithms.residual import WordTask
 
 WEIGHTS = "weights and gradients in 16 bits"
 
 
-class Words(Residual):
-    def forward(self, batch):
-        wanted = (batch["words"] * 3 + 1) % 11
-        return {"total": nn.functional.cross_entropy(super().forward(batch["words"]).flatten(0, 1), wanted.flatten())}
-
-
 def train(weights: str) -> dict[str, torch.Tensor]:
-    task = Words()
+    task = WordTask()
     words = torch.randint(11, (2, 4, 8, 6), generator=torch.Generator().manual_seed(5))[dist.get_rank()]
     trainer = Trainer(
         model=ComposerTask(task),
