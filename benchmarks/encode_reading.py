@@ -26,7 +26,6 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 
 import argparse
 import io
-import math
 import re
 import statistics
 import tarfile
@@ -48,6 +47,7 @@ from benchmarks.common.reporting import write_results
 from data.sources.base import InputShard
 from data.sources.filters import Filter
 from data.sources.tars import TarSource
+from precompute.checking.reencode import psnr
 from precompute.encoding.decode import DecodedBatches, Preparation
 
 OURS = "this project"
@@ -143,9 +143,9 @@ def run(tar: Path, resolution: int, rounds: int) -> dict[str, float]:
     Raises:
         ValueError: a reader delivers other images.
     """
-    first = torch.cat(list(ours(tar, resolution)))
+    first = torch.cat(list(ours(tar, resolution))).numpy()
     for name, reader in READERS.items():
-        found = psnr(torch.cat(list(reader(tar, resolution))), first)
+        found = psnr(torch.cat(list(reader(tar, resolution))).numpy(), first)
         if found < ALIKE:
             raise ValueError(f"{name} delivers other images than {OURS} (PSNR {found:.1f} dB)")
     readers = {**READERS, DALLE: lambda tar, resolution: ours(tar, resolution, "transformer", 4)}
@@ -158,12 +158,6 @@ def run(tar: Path, resolution: int, rounds: int) -> dict[str, float]:
     return {name: statistics.median(found) for name, found in rates.items()}
 
 
-def psnr(a: Tensor, b: Tensor) -> float:
-    """Peak signal to noise ratio of two uint8 tensors in dB, 99 where they are equal."""
-    error = (a.double() - b.double()).square().mean().item()
-    return 99.0 if error == 0 else 10 * math.log10(255**2 / error)
-
-
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", default=["640x480", "1024x768", "1600x1200"], metavar="WxH")
@@ -174,8 +168,6 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     for size in options.sizes:
         if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", size):
             parser.error(f"--sizes {size}: give width and height in pixels, such as 1024x768")
-    if min(options.images, options.rounds, *options.resolutions) < 1:
-        parser.error("--resolutions, --images and --rounds need at least 1")
     torch.set_num_threads(1)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
