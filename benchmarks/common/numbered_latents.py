@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from benchmarks.common.random_latents import REDUCTION
+from benchmarks.common.random_latents import REDUCTION, TEXT_LENGTH
 from data.loading import Loading, Placement
 from data.random_numbers import ENTRY
 
@@ -28,17 +28,14 @@ class NumberedLatents(Dataset):
         return {"latents": latents, "text": text, ENTRY: torch.tensor(number)}
 
 
-def numbered_latents(
-    placement: Placement, requirements: dict[str, Any], *, samples: int, resolution: int, text_length: int = 77
-) -> Loading:
+def numbered_latents(placement: Placement, requirements: dict[str, Any], *, samples: int, resolution: int) -> Loading:
     """Batches of which every number of ranks has the same samples with the same noise, in batches of the same size.
 
     Args:
         samples: samples per epoch, over all ranks.
         resolution: side of the images in pixels.
-        text_length: tokens per caption.
     """
     side = resolution // REDUCTION
-    rows = NumberedLatents(samples, (requirements["channels"], side, side), (text_length, requirements["text_width"]))
+    rows = NumberedLatents(samples, (requirements["channels"], side, side), (TEXT_LENGTH, requirements["text_width"]))
     sampler = DistributedSampler(rows, placement.world, placement.rank, shuffle=placement.training, drop_last=True)
     return Loading(DataLoader(rows, placement.batch, sampler=sampler, drop_last=True, pin_memory=placement.pin))

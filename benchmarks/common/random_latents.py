@@ -13,6 +13,7 @@ from data.latents import LatentTransform
 from data.loading import Batch, Loading, Placement
 
 REDUCTION = 8  # pixels per latent, in each direction
+TEXT_LENGTH = 77  # tokens per caption
 
 
 def random_latents(
@@ -20,19 +21,15 @@ def random_latents(
     requirements: dict[str, Any],
     *,
     resolution: int,
-    text_length: int = 77,
-    batches: int = 1000000,
 ) -> Loading:
     """Batches as `data.latents` reads them, without reading: two are made, and come in turns.
 
     Args:
         resolution: side of the images in pixels.
-        text_length: tokens per caption.
-        batches: batches per epoch.
     """
     draw = torch.Generator().manual_seed(placement.seed + placement.rank)
     shape = (placement.batch, requirements["channels"], resolution // REDUCTION, resolution // REDUCTION)
-    text = (placement.batch, text_length, requirements["text_width"])
+    text = (placement.batch, TEXT_LENGTH, requirements["text_width"])
 
     def batch() -> Batch:
         found = {
@@ -45,7 +42,7 @@ def random_latents(
 
     null_text = torch.randn(text[1:], generator=draw).half()
     transform = LatentTransform(null_text=null_text, caption_dropout=0.1, sample_posterior=True, flip=0.0)
-    loader = DataLoader(InTurns([batch(), batch()], batches), batch_size=None)
+    loader = DataLoader(InTurns([batch(), batch()], 1_000_000), batch_size=None)
     return Loading(loader, transform, resolution=resolution, null_text=null_text)
 
 
