@@ -6,7 +6,7 @@ import io
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import yaml
@@ -17,6 +17,9 @@ from data.encoded.dataset import key_seed
 from data.sources.base import DecodedSample
 from data.sources.filters import Filter
 from data.transforms import resize_and_crop
+
+if TYPE_CHECKING:
+    from precompute.config import EncodeConfig
 
 TARS = 4
 
@@ -39,6 +42,24 @@ def write_set(folder: Path, encoders: Encoders, resolutions: list[int], samples:
         samples: number of images.
         gpu: encode on the GPU, in half precision.
     """
+    from recipes.config.build import build
+
+    (folder / "encoders").mkdir(parents=True)
+    write_encoders(encoders.vae, encoders.text, folder / "encoders")
+    _write_tars(folder / "tars", samples, max(resolutions))
+    config = encode(folder, resolutions, gpu, batch=16, workers=0)
+    _write_pictures(folder, resolutions, build(config.sources)["train"], build(config.text_encoder).tokenize)
+
+
+def encode(folder: Path, resolutions: list[int], gpu: bool, **options: Any) -> EncodeConfig:
+    """Runs the encode job in this process: of the images in tars/, with the encoders in encoders/, to latents/.
+
+    Args:
+        folder: has tars/ and encoders/.
+        resolutions: resolutions of the latents, in pixels.
+        gpu: encode on the GPU, in half precision.
+        **options: further keys of the job's config.
+    """
     from data.system.ranks import Rank
     from precompute.config import EncodeConfig
     from precompute.encoding.job import run
@@ -46,24 +67,20 @@ def write_set(folder: Path, encoders: Encoders, resolutions: list[int], samples:
     from recipes.config.build import build
     from recipes.config.recipe import load_config
 
-    (folder / "encoders").mkdir(parents=True)
-    write_encoders(encoders.vae, encoders.text, folder / "encoders")
-    _write_tars(folder / "tars", samples, max(resolutions))
     values = {
         "out": str(folder / "latents"),
         "sources": {"train": {"name": "tars", "urls": f"{folder}/tars/*.tar"}},
         "resolutions": resolutions,
-        "batch": 16,
-        "workers": 0,
         "device": "gpu" if gpu else "cpu",
         **encoder_components(folder, gpu),
+        **options,
     }
     (folder / "encode.yaml").write_text(yaml.safe_dump(values))
     config = load_config(folder / "encode.yaml", [], EncodeConfig)
     sources = build(config.sources)
     sets = {"train": OutputSet(f"{config.out}/train", sources["train"].shards())}
     run(config, sources, sets, Rank())
-    _write_pictures(folder, resolutions, build(config.sources)["train"], build(config.text_encoder).tokenize)
+    return config
 
 
 def encoder_components(folder: Path, gpu: bool) -> dict[str, Any]:

@@ -8,19 +8,11 @@ import time
 from pathlib import Path
 from unittest.mock import patch
 
-import yaml
-
-from benchmarks.common.latent_sets import encoder_components
+from benchmarks.common.latent_sets import encode
 from benchmarks.common.random_encoders import TEXTS, VAES, write_encoders
 from benchmarks.encode_reading import write_tar
 from benchmarks.gpu_run.context import Context
-from data.system.ranks import Rank
-from precompute.config import EncodeConfig
-from precompute.encoding.job import run
 from precompute.encoding.progress import EncodeProgress
-from precompute.output.output_set import OutputSet
-from recipes.config.build import build
-from recipes.config.recipe import load_config
 
 TABLE = "Encode job"
 SPARE_CORES = 2  # for the process of the encoders, its writer included
@@ -56,21 +48,6 @@ def rates(context: Context, *, resolution: int, sizes: list[tuple[int, int]], im
 
 def _run(context: Context, folder: Path, resolution: int, workers: int) -> list[tuple[float, int]]:
     """Runs the job. Returns (time in seconds, number of images until then) after each batch that was written."""
-    gpu = context.device.type == "cuda"
-    values = {
-        "out": str(folder / "latents"),
-        "sources": {"train": {"name": "tars", "urls": f"{folder}/tars/*.tar"}},
-        "resolutions": [resolution],
-        "upscale": context.small,
-        "batch": 2 if context.small else 64,
-        "workers": workers,
-        "device": "gpu" if gpu else "cpu",
-        **encoder_components(folder, gpu),
-    }
-    (folder / "encode.yaml").write_text(yaml.safe_dump(values))
-    config = load_config(folder / "encode.yaml", [], EncodeConfig)
-    sources = build(config.sources)
-    sets = {"train": OutputSet(f"{config.out}/train", sources["train"].shards())}
     seen: list[tuple[float, int]] = []
     update = EncodeProgress.update
 
@@ -78,8 +55,9 @@ def _run(context: Context, folder: Path, resolution: int, workers: int) -> list[
         update(progress, images, rejected)
         seen.append((time.monotonic(), progress.images))
 
+    gpu, batch = context.device.type == "cuda", 2 if context.small else 64
     with patch.object(EncodeProgress, "update", noted):
-        run(config, sources, sets, Rank())
+        encode(folder, [resolution], gpu, upscale=context.small, batch=batch, workers=workers)
     return seen
 
 
