@@ -68,10 +68,10 @@ def machine(context: Context) -> None:
         }
         for what, value in facts.items():
             context.records.row(TABLE, {"what": what, "found": value})
-    side, rounds = (256, 3) if context.small else (8192, 20)
+    side = 256 if context.small else 8192
     formats: tuple[NumberFormat, ...] = ("bf16", "fp16", "fp32", "tf32")
     for number_format in formats if device.type == "cuda" else formats[:3]:
-        rate, peak = matmul_rate(side, number_format, device, rounds), peak_of(device, number_format)
+        rate, peak = matmul_rate(side, number_format, device), peak_of(device, number_format)
         share = f", {rate / peak:.0%} of the data sheet's {peak / 1e12:,.0f}" if peak else ""
         what = f"{side:,} x {side:,} matrix product, {number_format}"
         found = f"{rate / 1e12:,.3g} TFLOP/s{share}"
@@ -79,7 +79,7 @@ def machine(context: Context) -> None:
     count = 2**20 if context.small else 2**32
     source = torch.randint(255, (count,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    seconds = median_seconds(lambda: target.copy_(source), device, rounds)
+    seconds = median_seconds(lambda: target.copy_(source), device)
     context.records.row(TABLE, {"what": "copy, read and written", "found": f"{2 * count / seconds / 1e9:,.0f} GB/s"})
 
 
@@ -94,12 +94,12 @@ def lightning(context: Context) -> None:
         raise ImportError(failed[0])
 
 
-def matmul_rate(side: int, number_format: NumberFormat, device: torch.device, rounds: int) -> float:
+def matmul_rate(side: int, number_format: NumberFormat, device: torch.device) -> float:
     """FLOP/s of a square product of random matrices."""
     torch.backends.cuda.matmul.allow_tf32 = number_format == "tf32"
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(number_format, torch.float32)
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    return 2 * side**3 / median_seconds(lambda: a @ b, device, rounds)
+    return 2 * side**3 / median_seconds(lambda: a @ b, device)
 
 
 def measured_rate(context: Context, number_format: NumberFormat) -> float | None:
@@ -108,12 +108,10 @@ def measured_rate(context: Context, number_format: NumberFormat) -> float | None
     return next((row["flops_per_second"] for row in rows if row.get("number_format") == number_format), None)
 
 
-def median_seconds(work: Any, device: torch.device, rounds: int) -> float:
+def median_seconds(work: Any, device: torch.device) -> float:
     """Median seconds of a call, after three calls that are not counted."""
     from benchmarks.common.timing import milliseconds
 
-    for _ in range(rounds):
-        work()
     return milliseconds(work, 0.2 if device.type == "cuda" else 0.02, device) / 1e3
 
 
