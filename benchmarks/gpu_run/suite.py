@@ -46,19 +46,19 @@ def files_with(mark: str) -> list[str]:
     return [str(path.relative_to(ROOT)) for path in found if f"mark.{mark}" in path.read_text(encoding="utf-8")]
 
 
-def marked_tests(context: Context, *, mark: str = "gpu", processes: int = 4) -> None:
+def marked_tests(context: Context, *, processes: int = 4) -> None:
     """Run the tests in `processes` processes where pytest-xdist is installed.
 
     Raises:
         RuntimeError: some of them failed, or pytest itself did.
     """
-    arguments = ["-q", "-m", mark, "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
+    arguments = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
     # tests/conftest.py lets each process compile one kernel at a time, and a U-Net has 350 of them.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     if processes > 1 and importlib.util.find_spec("xdist"):
         arguments += ["-n", str(processes), "--dist", "loadgroup"]
     rows = Rows(context)
-    code = pytest.main([*arguments, *(str(ROOT / path) for path in files_with(mark))], plugins=[rows])
+    code = pytest.main([*arguments, *(str(ROOT / path) for path in files_with("gpu"))], plugins=[rows])
     count, failed = len(rows.results), rows.results.count("failed")
     context.records.note(TABLE, f"{count} results, {failed} failed.")
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
