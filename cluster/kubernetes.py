@@ -34,7 +34,6 @@ class KubernetesOptions:
         secret: Secret whose keys become environment variables, such as the credentials of an object store.
         cache: folder of each machine, mounted at /cache, for shards of remote streams; it outlives the pods.
         topology: label of nodes; Kueue places the pods on nodes with the same value where it can.
-        resource: what a GPU is called.
     """
 
     namespace: str | None = None
@@ -43,7 +42,6 @@ class KubernetesOptions:
     secret: str | None = None
     cache: str | None = None
     topology: str | None = None
-    resource: str = "nvidia.com/gpu"
 
 
 def manifest_of(job: Job, options: KubernetesOptions) -> dict[str, Any]:
@@ -119,7 +117,7 @@ def _pod(job: Job, options: KubernetesOptions, name: str, gpus: int) -> dict[str
     training = job.kind == "train"
     share = job.processes if training else 1
     memory = job.memory_gb if training or job.memory_gb is None else job.memory_gb // job.processes
-    resources: dict[str, str | int] = {} if gpus == 0 else {options.resource: gpus}
+    resources: dict[str, str | int] = {} if gpus == 0 else {"nvidia.com/gpu": gpus}
     resources |= {} if job.cpus is None else {"cpu": job.cpus * share}
     resources |= {} if memory is None else {"memory": f"{memory}G"}
     # Half of the memory: what data workers hand over counts as the pod's.
