@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TextIO
 
 
 def duration(seconds: float) -> str:
@@ -24,14 +23,10 @@ class EncodeProgress:
         shards: number of shards to do.
         samples_per_shard: for the remaining time, until the first shard is done; None where nothing is known.
         quiet: print nothing (for ranks other than the first).
-        out: where to print; None: standard output.
     """
 
-    def __init__(
-        self, shards: int, samples_per_shard: float | None = None, quiet: bool = False, out: TextIO | None = None
-    ) -> None:
-        self.out = out or sys.stdout
-        self.terminal = self.out.isatty()
+    def __init__(self, shards: int, samples_per_shard: float | None = None, quiet: bool = False) -> None:
+        self.terminal = sys.stdout.isatty()
         self.quiet = quiet
         self.shards, self.samples_per_shard = shards, samples_per_shard
         self.done_shards = self.done_in_shards = 0
@@ -73,9 +68,9 @@ class EncodeProgress:
 
     def _print(self, line: str) -> None:
         end, start = ("", "\r\033[K") if self.terminal else ("\n", "")
-        print(start + line, end=end, file=self.out, flush=True)
+        print(start + line, end=end, flush=True)
 
     def close(self) -> None:
         """Ends the line on a terminal."""
         if self.terminal and not self.quiet and self.printed != self.started:
-            print(file=self.out, flush=True)
+            print(flush=True)

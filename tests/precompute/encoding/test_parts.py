@@ -1,7 +1,6 @@
 """The parts of the encode job that need no encoder: ranks, writer, pipeline, uploads, progress."""
 
 import errno
-import io
 import signal
 import threading
 import time
@@ -111,7 +110,7 @@ def test_after_an_error_of_the_writer_nothing_more_is_encoded():
     position = Position(InputShard("train", "a"), 0)
     rejected = [(position, Rejected("k", "broken_image"))]
     source = iter([DecodedBatch({}, torch.empty(0), [], rejected) for _ in range(100)])
-    progress = EncodeProgress(1, out=io.StringIO())
+    progress = EncodeProgress(1, quiet=True)
     with pytest.raises(OSError, match="No space left"):
         EncodePipeline(None, None, fail(OSError(errno.ENOSPC, "No space left")), print, progress).run(source)
     assert len(list(source)) > 50
@@ -219,15 +218,15 @@ def test_sizes_of_stable_diffusion_2():
     assert columns.encodings()["mean_512"] == "ndarray:float16:4,64,64"
 
 
-def test_progress(monkeypatch):
+def test_progress(monkeypatch, capsys):
     now = iter([0.0, 5.0, 11.0, 20.0, 20.0, 20.0, 20.0])
     monkeypatch.setattr("time.monotonic", lambda: next(now, 20.0))
-    out = io.StringIO()
-    progress = EncodeProgress(shards=4, out=out)
+    progress = EncodeProgress(shards=4)
     progress.update(50, 0)
-    assert out.getvalue() == ""  # not yet ten seconds
+    assert capsys.readouterr().out == ""  # not yet ten seconds
     progress.update(45, 5)
-    assert "95 images, shard 1/4" in out.getvalue() and "ETA ?" in out.getvalue()
+    out = capsys.readouterr().out
+    assert "95 images, shard 1/4" in out and "ETA ?" in out
     progress.shard_done(100)
     assert progress.line() == "encode: 95 images, shard 2/4, 4.8 images/s, ETA 1:00"
     assert [duration(s) for s in (9.6, 61, 3725)] == ["10s", "1:01", "1:02:05"]
