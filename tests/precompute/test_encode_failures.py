@@ -15,13 +15,13 @@ from benchmarks.killing import digests, fork
 from data.encoded.manifest import Manifest
 from data.sources.filters import Filter
 from data.sources.tars import TarSource
-from data.system.locks import held
 from precompute.encode import main
 from precompute.encoding import pipeline
 from precompute.encoding.job import store_null_text
 from precompute.output.output_set import OutputSet
 from precompute.output.problems import Problem
 from tests.disks import fill, read_only, small_disk, small_files
+from tests.locks import held_by_a_child
 from tests.precompute.encode_checks import assert_same, expect_error
 
 
@@ -273,22 +273,8 @@ def test_a_shard_that_kills_its_reader_is_given_up(encoded, read, recipe, tmp_pa
 
 
 def test_two_jobs_do_not_write_into_one_folder(recipe, tmp_path, capsys):
-    ready, started = os.pipe()
-    wait, end = os.pipe()
-    child = os.fork()
-    if not child:  # the other job
-        os.close(end)
-        with held(tmp_path / "out" / ".lock-0", ""):
-            os.write(started, b".")
-            os.read(wait, 1)
-        os._exit(0)
-    os.read(ready, 1)
-    try:
+    with held_by_a_child(tmp_path / "out" / ".lock-0") as child:  # the other job
         error = expect_error([recipe()], capsys)
-    finally:
-        os.close(end)
-        os.close(wait)
-        os.waitpid(child, 0)
     assert f"out: another encode job writes into {tmp_path / 'out'} (process {child} on " in error
     main([recipe()])
 

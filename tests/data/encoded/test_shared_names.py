@@ -10,7 +10,7 @@ from streaming.base.shared import prefix
 from streaming.base.world import World
 
 from data.encoded.shared_names import lock_cache, own_names
-from data.system.locks import held
+from tests.locks import held_by_a_child
 
 
 def register(folder, barrier, results):
@@ -67,22 +67,8 @@ def test_machines_of_a_run_have_other_names(monkeypatch):
 
 def test_a_cache_is_used_by_one_run(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
-    ready, started = os.pipe()
-    wait, end = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(end)
-        with held(tmp_path / f".lock-{os.uname().nodename}", ""):
-            os.write(started, b".")
-            os.read(wait, 1)
-        os._exit(0)
-    os.read(ready, 1)
-    try:
-        with pytest.raises(ValueError, match=f"is in use by another run .process {child} on"):
-            lock_cache(str(tmp_path))
-    finally:
-        os.close(end)
-        os.close(wait)
-        os.waitpid(child, 0)
+    held = held_by_a_child(tmp_path / f".lock-{os.uname().nodename}")
+    with held as child, pytest.raises(ValueError, match=f"is in use by another run .process {child} on"):
+        lock_cache(str(tmp_path))
     lock_cache(str(tmp_path))
     lock_cache(str(tmp_path))
