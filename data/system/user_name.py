@@ -13,5 +13,5 @@ def set_user_name() -> None:
     """
     try:
         getpass.getuser()
-    except (KeyError, OSError):  # OSError since Python 3.13
+    except KeyError:
         os.environ["LOGNAME"] = str(os.getuid())
