@@ -131,8 +131,10 @@ class Planner:
     def _more(self, cluster: Cluster) -> int | None:
         """The least number of devices that the model fits on, of some machines; None: it does not, or not as far as
         the batch divides."""
+        # Memory does not depend on links, whose rates may not be known for more devices than these.
+        device = dataclasses.replace(cluster.device, within=1.0, between=1.0)
         for doublings in range(1, MOST_DOUBLINGS + 1):
-            larger = dataclasses.replace(cluster, world=cluster.world << doublings)
+            larger = dataclasses.replace(cluster, device=device, world=cluster.world << doublings)
             try:
                 if any(run.memory(1, True).fits(cluster.device) for run in self.runs(larger)):
                     return larger.world

@@ -18,7 +18,7 @@ from recipes.config.values import Component
 from recipes.engines.dry_run_checks import levers_on_gpus
 from recipes.planning.batches import blank_batch, sample_bytes
 from recipes.planning.devices import Devices
-from recipes.planning.divided_run import BLOCKS, WORKSPACE, Cluster
+from recipes.planning.divided_run import BLOCKS, USABLE, WORKSPACE, Cluster
 from recipes.planning.hardware.gpus import Device, Shares
 from recipes.planning.plan import Planner
 from recipes.planning.settings import best_of, settings_of
@@ -403,7 +403,22 @@ def test_where_nothing_fits_the_report_says_what_does(planner):
     tiny = dataclasses.replace(DEVICE, memory=1e6)
     text = planner.report([Cluster(tiny, 1e14, SHARES, 8, 8)], None)
     assert "nothing fits; the least is FULL_SHARD, microbatch 1, recomputing: " in text
-    assert ", which fits on v100-16, " in text
+    assert ", which fits on v100-16, " in text and "; nor does it fit on more GPUs of this kind" in text
+
+
+def test_what_fits_on_more_devices_than_are_linked_here(planner):
+    """The report names their number, and how much memory the ways that do not fit take."""
+    (least,) = [run.memory(1, True).total for run in planner.runs(place_of(1))]
+    small = dataclasses.replace(DEVICE, memory=0.9 * least, within=None, between=None)  # measured on one GPU alone
+    text = planner.report([Cluster(small, 1e14, SHARES, 1, 1)], None)
+    assert f"the least is DDP, microbatch 1, recomputing: {size_text(least)}, which fits on v100-16, " in text
+    assert text.endswith("; or on 2 GPUs of this kind")
+    settings = planner.settings(place_of(8))
+    least = {way: min(s.memory.total for s in settings if s.way == way) for way in {s.way for s in settings}}
+    between = dataclasses.replace(DEVICE, memory=(least["DDP"] + least["FULL_SHARD"]) / 2 / USABLE)
+    text = planner.report([Cluster(between, 1e14, SHARES, 8, 8)], None)
+    assert f"\n  DDP: does not fit, {size_text(least['DDP'])} at the least\n" in text
+    assert re.search(r"\n  FULL_SHARD, microbatch \d+.* s, [\d.]+ MB; microbatch \d+ would take [\d.]+ MB$", text)
 
 
 @pytest.fixture(scope="module")
