@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from data.system.errors import WrongResult, one_line
@@ -58,6 +59,8 @@ def cannot_load(key: str, name: str, error: Exception, *, is_hub_id: bool = Fals
     if isinstance(error, MemoryError):
         raise error
     reason = one_line(error)
+    if isinstance(error, SafetensorError):
+        reason = f"its weights are not whole ({reason}); remove the file, and copy or download it again"
     before: BaseException | None = error
     while before is not None:  # diffusers says of a hub that it cannot reach that a file does not exist there
         if isinstance(before, LocalEntryNotFoundError):

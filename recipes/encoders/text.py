@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from data.aliases import InputPath
@@ -205,7 +206,9 @@ def hf_clip_text(
                 module, found = build_from(folder / CONFIG, opened, read_safetensors(folder / WEIGHTS))
             else:
                 module, found = opened()
-        except OSError as error:  # the hub client's error for a missing network, repository or file
+        # The hub client's for a missing network, repository or file; and of its cache, a file that is not whole, or
+        # weights whose shapes are not those of the config.
+        except (OSError, RuntimeError, SafetensorError) as error:
             raise cannot_load("text_encoder.path", path, error, is_hub_id=not local) from error
         if missing := found["missing_keys"]:  # transformers draws random numbers for them
             raise ValueError(f"text_encoder.path: {id} lacks weights, such as {sorted(missing)[0]}; copy it again")

@@ -295,12 +295,39 @@ def test_hf_tokens_are_padded_and_cut(hf_folder):
         hf_clip_text(path=str(hf_folder), subfolder="text_encoder", precision="fp32")
 
 
-def test_a_text_model_that_transformers_5_wrote(hf_folder, tmp_path, monkeypatch):
-    """Its tensors have no prefix, and its tokenizer is one file: in a folder, and in the cache of the hub."""
-    repository = tmp_path / "models--me--clip"
-    folder = repository / "snapshots" / ("0" * 40)
+def cached_folder(monkeypatch, cache):
+    """The folder of the repository me/model in a cache of the hub, which is all that can be reached of it."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("transformers.utils.hub.TRANSFORMERS_CACHE", str(cache))
+    repository = cache / "models--me--model"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text("0" * 40)
+    return repository / "snapshots" / ("0" * 40)
+
+
+def test_models_in_the_cache_of_the_hub(hf_folder, vae_folder, tmp_path, monkeypatch):
+    """They are those of the folders that they are copies of, and one that is not whole is said to be so."""
+    folder = cached_folder(monkeypatch, tmp_path)
+    shutil.copytree(hf_folder, folder)
+    shutil.copytree(vae_folder, folder / "vae")
+    parts = {"subfolder": "text_encoder", "tokenizer": "tokenizer", "precision": "fp32"}
+    text, own_text = (hf_clip_text(path=path, **parts) for path in ("me/model", str(hf_folder)))
+    assert text.tokenizer_id == own_text.tokenizer_id and torch.equal(text.encode(CAPTIONS), own_text.encode(CAPTIONS))
+    vae = kl_vae(path="me/model", subfolder="vae", precision="fp32")
+    assert vae.weights_hash == kl_vae(path=str(vae_folder), precision="fp32").weights_hash
+    (folder / "text_encoder" / "model.safetensors").write_bytes(b"half of a header")
+    with pytest.raises(ValueError, match="text_encoder.path: me/model .*: its weights are not whole .*download it ag"):
+        hf_clip_text(path="me/model", **parts)
+    config = json.loads((folder / "vae" / "config.json").read_text())
+    (folder / "vae" / "config.json").write_text(json.dumps(config | {"latent_channels": 3}))
+    with pytest.raises(ValueError, match="image_encoder.path: me/model .* cannot be loaded: .*size mismatch"):
+        kl_vae(path="me/model", subfolder="vae", precision="fp32")
+
+
+def test_a_text_model_that_transformers_5_wrote(hf_folder, tmp_path, monkeypatch):
+    """Its tensors have no prefix, and its tokenizer is one file: in a folder, and in the cache of the hub."""
+    folder = cached_folder(monkeypatch, tmp_path)
     (folder / "text_encoder").mkdir(parents=True)
     shutil.copyfile(hf_folder / "text_encoder" / "config.json", folder / "text_encoder" / "config.json")
     tensors = load_file(hf_folder / "text_encoder" / "model.safetensors")
@@ -313,11 +340,8 @@ def test_a_text_model_that_transformers_5_wrote(hf_folder, tmp_path, monkeypatch
     names = {"bos_token": "<|startoftext|>"} | dict.fromkeys(["eos_token", "pad_token", "unk_token"], "<|endoftext|>")
     config = {"backend": "tokenizers", "model_max_length": 12, "tokenizer_class": "CLIPTokenizer"} | names
     (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(config))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("transformers.utils.hub.TRANSFORMERS_CACHE", str(tmp_path))
     parts = {"subfolder": "text_encoder", "tokenizer": "tokenizer", "precision": "fp32"}
-    old, new, of_hub = (hf_clip_text(path=str(path), **parts) for path in (hf_folder, folder, "me/clip"))
+    old, new, of_hub = (hf_clip_text(path=str(path), **parts) for path in (hf_folder, folder, "me/model"))
     captions = ["ab c", "", "word " * 20, "Hi! it's 3!3"]
     for encoder in (new, of_hub):
         assert torch.equal(encoder.tokenize(captions), old.tokenize(captions))
