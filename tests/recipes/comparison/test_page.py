@@ -9,7 +9,7 @@ import pytest
 
 from recipes import compare
 from recipes.comparison.runs import read_runs
-from tests.recipes.comparison.made import EVIL, PROMPTS, ROOT, made_run
+from tests.recipes.comparison.made import EVIL, PROMPTS, ROOT, log, made_run
 
 VOID = {"meta", "input", "img"}
 CHROMIUM = shutil.which("chromium")
@@ -112,6 +112,39 @@ def test_the_length_of_a_run_that_has_not_ended(tmp_path):
     page = Page(out.read_text(encoding="utf-8"))
     assert "Batches8" in page.texts("tr") and "Samples512" in page.texts("tr")
     assert [a["data-samples"] for a in page.all("figure") if a.get("data-batches") == "8"] == ["512"] * len(PROMPTS)
+
+
+def test_what_only_some_runs_have(tmp_path):
+    """A figure, a share of the time and prompts of the first run alone; a run that has logged losses and no more."""
+    first = made_run(tmp_path / "first")
+    log(first / "tensorboard" / "later", [(1010.0, 8, {"time/share/communication": 0.1, "learning_rate/0": 1e-3})])
+    other, little = made_run(tmp_path / "other", prompts=["a tree"]), tmp_path / "little"
+    little.mkdir()
+    shutil.copyfile(first / "config.yaml", little / "config.yaml")
+    log(little / "tensorboard", [(1000.0 + batch, batch, {"loss/train/total": 1.0}) for batch in range(5)])
+    texts = []
+    for runs in ([first, other], [first, little], [little]):
+        compare.main([*map(str, runs), "--out", str(tmp_path / "report.html")])
+        texts.append(Page((tmp_path / "report.html").read_text(encoding="utf-8")))
+    rows = texts[0].texts("tr")
+    assert any(row.endswith("forwardbackwardcommunication") for row in rows)
+    assert [row.split("%25.0%")[1] for row in rows if "%25.0%" in row] == ["50.0%10.0%", "50.0%not logged"]
+    assert texts[0].texts("summary") == ["1 more figures"]
+    assert "No prompt was drawn by all runs." in texts[0].texts("p")
+    rows = texts[1].texts("tr")
+    assert "metrics/val/loss, at the end0.5not logged" in rows and "Samples per second, median64not logged" in rows
+    assert "Samples512320" in rows  # the batches of a run that counts no samples, times their size
+    assert "The configs are the same, but for the name and the folder of the run." in texts[1].texts("p")
+    assert {"No pictures were drawn.", "None were logged; the callback throughput does."} <= set(texts[2].texts("p"))
+
+
+def test_grids_of_other_prompts_than_those_of_the_config_are_left_out(tmp_path, capsys):
+    folder = made_run(tmp_path / "run", grids=(4,))
+    config = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(config.replace("- a house\n", "- a house\n    - a tree\n    - a cat\n"))
+    (run,) = read_runs([folder], 12, 32)
+    assert not run.pictures
+    assert "the grid of batch 4 is not one of the prompts in config.yaml; left out" in capsys.readouterr().out
 
 
 def test_differences_of_the_configs(page):
