@@ -13,8 +13,9 @@ from recipes.config.recipe import to_yaml
 from recipes.engines.checkpoints.bucket import Bucket
 from recipes.engines.checkpoints.copies import CheckpointCopies
 from recipes.engines.checkpoints.fetched import fetch_newest
-from recipes.engines.resuming import prepare_folder
-from recipes.training.checkpoint_names import newest_of_all
+from recipes.engines.checkpoints.plain_pickles import DamagedCheckpoint
+from recipes.engines.resuming import prepare_folder, says_what_to_remove
+from recipes.training.checkpoint_names import KINDS, newest_of_all
 from tests.data.remote.bucket import serve
 
 
@@ -52,6 +53,30 @@ def test_a_link_to_a_checkpoint_without_a_batch_in_its_name_is_refused(bucket, q
     with pytest.raises(ValueError, match=r"checkpoints\.bucket: .*best\.ckpt, .*for instance to ep0-ba1000\.ckpt"):
         prepare_folder(recipe, "lightning")
     assert Bucket(address).latest() is None
+
+
+def test_a_damaged_checkpoint_that_has_a_copy_is_fetched_again_as_its_error_says(bucket, quick_recipe, tmp_path):
+    address = "s3://sets/damaged/run"
+    changes = ["checkpoints.autoresume=true", "checkpoints.bucket="]
+    recipe, alone = (quick_recipe(tmp_path / "run", changes[0], changes[1] + to) for to in (address, "null"))
+    checkpoints = tmp_path / "run" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    older, newest = checkpoints / "ep0-ba5.ckpt", checkpoints / "ep0-ba10.ckpt"
+    older.write_text("older")
+    newest.write_text("whole")
+    point_to(checkpoints / "latest", newest)
+    Bucket(address).push(newest, "latest", keep=2, record={})
+    newest.write_text("half")
+    kind = KINDS["lightning"]
+    said = f"^half; remove {newest}, and the next start fetches its copy from {address}, or with "
+    said += f"checkpoints.bucket=null goes on from {older}$"
+    with pytest.raises(ValueError, match=said), says_what_to_remove(checkpoints, kind, recipe.checkpoints):
+        raise DamagedCheckpoint("half")
+    newest.unlink()
+    prepare_folder(alone, "lightning")
+    assert kind.newest(checkpoints) == older
+    prepare_folder(recipe, "lightning")
+    assert kind.newest(checkpoints) == newest and newest.read_text() == "whole"
 
 
 def test_a_copy_has_the_record_with_which_the_checkpoint_was_written(bucket, tmp_path):
