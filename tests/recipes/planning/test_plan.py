@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -371,6 +372,9 @@ def test_ways_whose_levers_a_run_refuses_are_left_out(planner):
         assert set(told) == set(left_out)
         for way, message in left_out.items():
             assert told[way].startswith("powersgd: ") and message in told[way]
+    odd.check = Mock(side_effect=[ValueError("the first reason"), *[ValueError("another")] * 3])
+    with pytest.raises(ValueError, match="^the first reason$"):
+        odd.settings(place_of(8))
 
 
 def test_gradients_are_averaged_by_block_where_nothing_is_divided(planner):
