@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from data.system.disk_errors import ADVICE, disk_error
+from data.system.disk_errors import ADVICE
 from data.system.log import log
 
 SAID = 60.0  # seconds between lines about it
@@ -24,7 +24,7 @@ MOST = 2**20  # bytes that wait for a flush
 class TensorBoardWriter:
     """Writes figures, images and settings to one file per start of a run.
 
-    What a full disk does not take is left out of the file, and the run does not end.
+    What a full or lost disk does not take is left out of the file, and the run does not end.
     """
 
     def __init__(self, folder: Path, flush_every: int) -> None:
@@ -97,7 +97,7 @@ class LastingFile:
             self.flush()
 
     def flush(self) -> None:
-        """Append what waits, unless the disk is full, read-only or the like."""
+        """Append what waits, unless the disk is full, is lost or the like."""
         with self._lock:
             records, self._waiting = bytes(self._waiting), bytearray()
             if records:
@@ -109,22 +109,13 @@ class LastingFile:
             size = self._path.stat().st_size
             self._file.write(records)
         except OSError as error:
-            if error.filename is None:
-                error.filename = str(self._path)
-            if disk_error(error) is None:
-                raise
             with suppress(OSError):  # readers stop at half a record, whatever follows
                 os.truncate(self._path, size)
             if time.monotonic() - self._said >= SAID:
                 self._said = time.monotonic()
-                advice = f"{error.strerror}; {ADVICE[error.errno]}"
+                advice = f"{error.strerror}; {ADVICE.get(error.errno, 'look at the disk and its mount')}"
                 log.warning(f"loggers: {self._path}: {advice}; training goes on, and figures are missing there")
 
     def close(self) -> None:
         """Close TensorBoard's file."""
         self._file.close()
-
-    @property
-    def closed(self) -> bool:
-        """Whether it is closed."""
-        return self._file.closed

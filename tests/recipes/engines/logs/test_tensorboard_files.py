@@ -2,6 +2,7 @@
 
 import logging
 
+import numpy as np
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from recipes.engines.logs.tensorboard_files import TensorBoardWriter
@@ -34,3 +35,18 @@ def test_a_full_disk_costs_figures_and_a_line(tmp_path, caplog):
     assert [event.step for event in EventFileLoader(str(file)).Load() if event.HasField("summary")] == [100, 201]
     (said,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("loggers: ")]
     assert said.startswith(f"loggers: {file}: File too large; raise the limit") and "training goes on" in said
+
+
+def test_a_folder_that_is_gone_does_not_end_a_run(tmp_path, caplog):
+    """It was removed, or its mount is lost; the run ended with the error of the next write."""
+    writer = TensorBoardWriter(tmp_path / "run", flush_every=1)
+    writer.figures({"loss": 1.0}, 1)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    with caplog.at_level(logging.WARNING, "precompose"):
+        writer.figures({"loss": 2.0}, 2)
+        noise = np.random.default_rng(0).integers(0, 256, (1, 600, 600, 3), np.uint8)  # more than may wait
+        writer.images("samples", noise, 2)
+        writer.figures({"loss": 3.0}, 3)
+        writer.close("FINISHED")
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert str(tmp_path / "run") in said and "No such file or directory; look at the disk and its mount; tra" in said
