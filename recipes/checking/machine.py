@@ -115,7 +115,7 @@ def gpu() -> Finding:
 
     from data.own_gpu import check_own_gpu
 
-    shown = _driver_gpus()
+    shown, failed = _driver_gpus()
     if torch.cuda.is_available():
         check_own_gpu("GPU")
         own = int(os.environ.get("LOCAL_RANK") or 0)
@@ -141,22 +141,27 @@ def gpu() -> Finding:
             f"the driver {driver} shows {name}, and torch {torch.__version__} cannot use it: "
             + _why_not(driver, torch.version.cuda),
         )
+    if failed:
+        text = f"none that torch can use; if this machine has one, mend its driver: nvidia-smi says `{failed}`"
+        return Finding("warning", "GPU", text)
     return Finding("ok", "GPU", "none; runs use the CPU")
 
 
-def _driver_gpus() -> list[tuple[str, str]]:
-    """The GPUs that nvidia-smi lists: name and version of the driver. Raises ValueError where it hangs."""
+def _driver_gpus() -> tuple[list[tuple[str, str]], str]:
+    """The GPUs that nvidia-smi lists, name and version of the driver; and what it says where it fails. Raises
+    ValueError where it hangs."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return []
+        return [], ""
     command = [program, "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:
         raise ValueError("GPU: nvidia-smi hangs: the driver or a GPU is broken; restart the machine") from None
     if listed.returncode:  # its message would be taken for a GPU
-        return []
-    return [(name, driver) for name, _, driver in (line.rpartition(", ") for line in listed.stdout.splitlines())]
+        said = (listed.stdout + listed.stderr).strip()
+        return [], said.splitlines()[0] if said else f"exit status {listed.returncode}"
+    return [(name, driver) for name, _, driver in (line.rpartition(", ") for line in listed.stdout.splitlines())], ""
 
 
 def _why_not(driver: str, cuda: str | None) -> str:

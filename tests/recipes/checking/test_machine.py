@@ -143,12 +143,25 @@ def test_a_gpu_that_torch_cannot_use(monkeypatch, driver, cuda, why):
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(machine, "_driver_gpus", lambda: [("NVIDIA H200", driver)])
+    monkeypatch.setattr(machine, "_driver_gpus", lambda: ([("NVIDIA H200", driver)], ""))
     monkeypatch.setattr(torch.version, "cuda", cuda)
     found = machine.gpu()
     assert found.level == "error" and f"the driver {driver} shows NVIDIA H200" in found.text and why in found.text
-    monkeypatch.setattr(machine, "_driver_gpus", list)
+    monkeypatch.setattr(machine, "_driver_gpus", lambda: ([], ""))
     assert machine.gpu().level == "ok"
+
+
+def test_a_driver_that_fails(monkeypatch, tmp_path):
+    """The machine was said to have no GPU, as those are that have none."""
+    import torch
+
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'\nexit 18\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = machine.gpu()
+    assert found.level == "warning" and "mend its driver: nvidia-smi says `Failed to initialize NVML: " in found.text
 
 
 def test_each_process_looks_at_its_own_gpu(monkeypatch):
@@ -161,7 +174,7 @@ def test_each_process_looks_at_its_own_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: f"GPU {number}")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda number: (9, 0))
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setattr(machine, "_driver_gpus", list)
+    monkeypatch.setattr(machine, "_driver_gpus", lambda: ([], ""))
     monkeypatch.setenv("LOCAL_RANK", "5")
     assert machine.gpu().text.startswith("8 x GPU 5") and chosen == [5]
     monkeypatch.setenv("LOCAL_RANK", "8")
