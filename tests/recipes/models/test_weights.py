@@ -138,6 +138,10 @@ def test_folders_of_other_networks(tmp_path):
     shutil.move(tmp_path / "parts" / last, tmp_path / "elsewhere")
     with pytest.raises(FileNotFoundError, match=last):
         load_diffusers(known, tmp_path / "parts")
+    for content in ({}, {"weight_map": {}}, {"weight_map": {"conv_in.bias": 1}}):  # the second was an IndexError
+        (tmp_path / "parts" / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(content))
+        with pytest.raises(ValueError, match="index.json: no `weight_map` from tensors to files; copy the folder"):
+            load_diffusers(known, tmp_path / "parts")
 
 
 TOKENS = {"text_positions": 4, "text_vocabulary": 9, "side": 3, "codes": 5}
