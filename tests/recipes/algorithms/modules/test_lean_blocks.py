@@ -6,7 +6,9 @@ import pytest
 import torch
 from diffusers import AutoencoderKL
 from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.upsampling import Upsample2D
 from torch import nn
+from torch.nn import functional as F
 
 from recipes.algorithms.modules.attention import use_attention
 from recipes.algorithms.modules.channels_last import use_channels_last
@@ -93,6 +95,29 @@ def test_an_autoencoder():
     x = torch.randn(2, 3, 16, 16, dtype=torch.float64)
     for one, other in zip(*(network(x, return_dict=False) for network in (lean, plain)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_shortcut_with_and_without_a_bias(bias):
+    torch.manual_seed(0)
+    plain = ResnetBlock2D(in_channels=32, out_channels=64, temb_channels=8, conv_shortcut_bias=bias).double()
+    lean = copy.deepcopy(plain)
+    make_lean(lean)
+    inputs = torch.randn(2, 32, 4, 4, dtype=torch.float64), torch.randn(2, 8, dtype=torch.float64)
+    torch.testing.assert_close(lean(*inputs), plain(*inputs), rtol=1e-10, atol=1e-10)
+
+
+def test_a_grid_that_is_too_large_for_the_kernel_of_its_format(monkeypatch):
+    """That one has indices of 32 bits."""
+    seen, theirs = [], F.interpolate
+    monkeypatch.setattr(F, "interpolate", lambda x, **options: seen.append(x.is_contiguous()) or theirs(x, **options))
+    lean = Upsample2D(8, use_conv=True)
+    make_lean(lean)
+    x = torch.randn(1, 8, 4, 4).contiguous(memory_format=torch.channels_last)
+    for most, contiguous in ((8 * 8 * 8, False), (8 * 8 * 8 - 1, True)):
+        monkeypatch.setattr("recipes.models.blocks.lean.MOST", most)
+        lean(x)
+        assert seen.pop() is contiguous
 
 
 def test_the_lever(network, capsys):
