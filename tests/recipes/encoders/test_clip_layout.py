@@ -15,6 +15,7 @@ from recipes.encoders.base import weights_hash
 from recipes.encoders.clip_layout import clip_tokenizer
 from recipes.encoders.text import hf_clip_text, open_clip_text
 from recipes.encoders.vae import kl_vae
+from recipes.models.latent_diffusion.diffusers_pipeline import check_text
 
 CAPTIONS = ["a red heart", "", "stop! don't?!? 12,5%", "many words " * 20]
 
@@ -61,6 +62,17 @@ def test_a_tower_is_the_same_after_the_conversion(variant, tmp_path, layer, text
     torch.testing.assert_close(again.encode(CAPTIONS), encoder.encode(CAPTIONS), rtol=1e-4, atol=1e-4)
     model, tokenizer = again.for_transformers()
     assert torch.equal(model(tokens).last_hidden_state, found)
+
+
+def test_a_tokenizer_with_other_tokens_is_not_written(variant):
+    """The pipeline would draw other captions than those that it is given, without an error."""
+    encoder = open_clip_text(path=str(variant()), precision="fp32")
+    model, tokenizer = encoder.for_transformers()
+    check_text(encoder, model, tokenizer)
+    tokenizer.bpe_ranks = {}  # as without its merges
+    tokenizer.cache = {}
+    with pytest.raises(ValueError, match="transformers' tokenizer gives other tokens; use --layout native"):
+        check_text(encoder, model, tokenizer)
 
 
 @pytest.fixture(scope="module")
