@@ -79,6 +79,13 @@ def test_units_are_gathered_in_their_own_format(algorithm, precision, wrap, size
     assert gathered_sizes(recipe, TwoLayers(), costs, Devices(2, 1)) == sizes
 
 
+@pytest.mark.parametrize(("asked", "precision", "sizes"), [("fp32", "amp_bf16", [64, 80]), ("bf16", "fp32", [24, 96])])
+def test_units_are_gathered_in_the_format_that_is_asked_for(asked, precision, sizes):
+    recipe = SimpleNamespace(training=SimpleNamespace(fsdp=FSDP(parameters=asked), precision=precision))
+    costs = Costs(Cost(), {}, Cost(), {"scaling": Cost(gathered="fp16")}, {})
+    assert gathered_sizes(recipe, TwoLayers(), costs, Devices(2, 1)) == sizes
+
+
 @pytest.mark.parametrize(("microbatch", "passes"), [(2, 3), (5, 1), ("auto", 1), (None, 1)])
 def test_a_smaller_last_microbatch_is_one(microbatch, passes):
     training = SimpleNamespace(microbatch=microbatch, device_batch=lambda world: 10 // world)
