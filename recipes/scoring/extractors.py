@@ -100,7 +100,7 @@ def inception(path: str | None, device: str, key: str = "extractor.path") -> Fea
             try:
                 prefix = file.stem.rpartition("-")[2]
                 torch.hub.download_url_to_file(URL_INCEPTION_V3, str(file), hash_prefix=prefix, progress=False)
-            except OSError as error:  # no network
+            except (OSError, RuntimeError) as error:  # no network; a file that was cut, or another one
                 raise ValueError(
                     f"{key}: {URL_INCEPTION_V3} cannot be fetched ({one_line(error)}); fetch it on another machine, "
                     "and give the path of the file"
