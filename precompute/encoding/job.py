@@ -206,7 +206,9 @@ def _encode(
             progress.shards = len(pipeline.finished) + len(left)
             for number, death in [] if known else earlier:
                 if death.positions[0].shard in left:
-                    hopeless |= quarantine.add(death, -2 - number)  # of another start: no two are in a row
+                    given_up = quarantine.add(death, -2 - number)  # of another start: no two are in a row
+                    again = f"; {crashes.file} notes it: remove the file to try again"
+                    hopeless |= {shard: problem + again for shard, problem in given_up.items()}
             for shard in hopeless.keys() & set(left):
                 pipeline.fail(shard, Problem(hopeless[shard]))
             left = [shard for shard in left if shard not in pipeline.failed]

@@ -1,6 +1,7 @@
 """The encode job where shards cannot be read, processes die, or another job is in the way."""
 
 import ctypes
+import json
 import os
 import re
 import signal
@@ -270,6 +271,19 @@ def test_a_shard_that_kills_its_reader_is_given_up(encoded, read, recipe, tmp_pa
     error = expect_error([recipe(workers=1), "leave_out_unreadable=true"], capsys)
     assert "1 input shards could not be read" in error and "die at sample 2 of 00001" in error
     assert_same([s for s in read(encoded) if not s["key"].startswith("00001")], read(tmp_path / "out" / "train"))
+
+
+def test_a_shard_that_killed_three_starts_is_read_again_when_their_notes_are_removed(encoded, recipe, tmp_path, capsys):
+    path, notes = recipe(), tmp_path / "out" / "crashes.jsonl"
+    (shard,) = (folder.name for folder in (encoded / "shards").iterdir() if folder.name.startswith("00001"))
+    notes.parent.mkdir()
+    notes.write_text(3 * (json.dumps({"label": "train", "shard": shard, "sample": 2, "reason": "died"}) + "\n"))
+    for _ in range(2):  # at the second start no other shard is left
+        error = expect_error([path], capsys)
+        assert error.endswith(f"die at sample 2 of {shard}; {notes} notes it: remove the file to try again")
+    notes.unlink()
+    main([path])
+    assert Manifest.read(tmp_path / "out" / "train").samples == Manifest.read(encoded).samples
 
 
 def test_two_jobs_do_not_write_into_one_folder(recipe, tmp_path, capsys):
