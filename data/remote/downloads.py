@@ -132,12 +132,12 @@ def _fetch_http(address: str, path: Path, timeout: float) -> bool:
 
 def advice(error: BaseException, otherwise: str = f"see {CREDENTIAL}") -> str:
     """What to do after an error of a store: set the credentials that boto3 has not found, or what `otherwise` says."""
-    if _lacks_credentials(error):
+    if lacks_credentials(error):
         return "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or give the machine a role"
     return otherwise
 
 
-def _lacks_credentials(error: BaseException) -> bool:
+def lacks_credentials(error: BaseException) -> bool:
     """Whether boto3 found no credentials, so that it has asked nothing of the store."""
     return type(error).__module__ == "botocore.exceptions" and type(error).__name__ in NO_CREDENTIALS
 
@@ -155,7 +155,7 @@ def store_error(line: str, error: Exception) -> ValueError:
 
 def is_refused(error: Exception) -> bool:
     """Whether asking again gives the same: no credentials, a missing file, or a status of HTTP from 400 to 499."""
-    if _lacks_credentials(error):
+    if lacks_credentials(error):
         return True
     if type(error).__name__ == "LocalEntryNotFoundError":  # a missing file, but of this disk: the hub did not answer
         return False

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from data.remote.downloads import advice, ask_again, fetch, is_refused, store_error
+from data.remote.downloads import advice, ask_again, fetch, is_refused, lacks_credentials, store_error
 from data.remote.stores import STORES, Store, check_environment, open_store, scheme_of
 from data.system.errors import one_line
 from data.system.files import read_object, write_text
@@ -50,7 +50,7 @@ class Copy:
         """The JSON object in a small file of the copy; None: there is none, or the credential only allows to write.
 
         Raises:
-            ValueError: it holds something else.
+            ValueError: it holds something else, or there is no credential.
             Outage: the store does not answer.
         """
         address = f"{self.address}/{name}"
@@ -59,7 +59,7 @@ class Copy:
             try:
                 fetch(address, path, timeout=120.0)
             except Exception as error:  # each store's client has its own errors, without a common base class
-                if is_refused(error):
+                if is_refused(error) and not lacks_credentials(error):
                     return None
                 line = f"upload: {address} cannot be read ({one_line(error)}); {advice(error)}"
                 raise store_error(line, error) from error

@@ -300,6 +300,7 @@ def test_without_credentials_a_store_is_asked_once_and_the_line_says_what_to_set
         lambda: list(source.read(source.shards()[0])),
         lambda: fetch_newest(Bucket("s3://sets/run"), tmp_path),
         lambda: Copy(tmp_path, "s3://sets/train").add(tmp_path, "", ["index.json"]),
+        lambda: Copy(tmp_path, "s3://sets/train").read_object("options.json"),  # before anything is encoded
     ):
         with pytest.raises(ValueError, match="NoCredentialsError.*; set AWS_ACCESS_KEY_ID") as error:
             read()
