@@ -44,7 +44,7 @@ class Copy:
     def has(self, folder: Path) -> bool:
         """Whether a folder of this set is in the copy."""
         marker = folder / MARKER
-        return marker.is_file() and marker.read_text(encoding="utf-8") == self.address
+        return marker.is_file() and marker.read_text("utf-8", "replace") == self.address
 
     def read_object(self, name: str) -> dict[str, Any] | None:
         """The JSON object in a small file of the copy; None: there is none, or the credential only allows to write.

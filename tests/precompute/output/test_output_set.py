@@ -21,7 +21,7 @@ from precompute.encoding.job import _finish
 from precompute.output import merged_index
 from precompute.output.output_set import STALE, OutputSet
 from precompute.output.problems import Problem
-from precompute.output.upload import Copy
+from precompute.output.upload import MARKER, Copy
 from recipes.config.recipe import load_config
 from tests.disks import on_disk_before_named
 from tests.precompute.output_sets import FIELDS, fail, sample, write
@@ -73,6 +73,13 @@ def test_a_set_that_grew_is_uploaded_again(tmp_path, monkeypatch, uploads):
     assert Manifest.read(tmp_path).shards == 2 and not output.is_complete(FIELDS["request"], output.shards)
     output.merge(FIELDS, {})
     assert output.is_complete(FIELDS["request"], output.shards)
+
+
+def test_a_damaged_note_of_an_upload_is_none(tmp_path):
+    copy, marker = Copy(tmp_path, "gs://bucket/set"), tmp_path / MARKER
+    for note, valid in ((copy.address.encode(), True), (b"gs://bucket/other", False), (b"\xff\0", False)):
+        marker.write_bytes(note)
+        assert copy.has(tmp_path) == valid
 
 
 def test_a_complete_set_of_an_earlier_version_stays_complete(tmp_path):
