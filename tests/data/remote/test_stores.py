@@ -4,13 +4,15 @@ import re
 import socket
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import boto3
 import pytest
 import requests
 from botocore.exceptions import ClientError
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-from streaming.base.storage import CloudDownloader
+from streaming.base.storage import CloudDownloader, CloudUploader
+from streaming.base.storage.upload import LocalUploader
 
 from data.encoded.fetching import WholeStream
 from data.encoded.sets import EncodedSet, remote_set
@@ -270,6 +272,41 @@ def test_a_store_that_refuses_is_asked_once(answer, status, asked, monkeypatch, 
     with pytest.raises(ValueError, match="upload: gs://sets cannot be written .*no"):
         Copy(tmp_path, "gs://sets").add(tmp_path, "", ["0.mds"])
     assert calls == [f"gs://sets/{name}" for name in ("train/manifest.json", "0.tar", "0.mds") for _ in range(asked)]
+
+
+def test_stores_without_a_client_here_get_files_by_streamings(monkeypatch, tmp_path):
+    """A folder stands for the store."""
+    copy, get = tmp_path / "copy", lambda out, **options: LocalUploader((out[0], f"{copy}/{out[1][6:]}"), **options)
+    monkeypatch.setattr(CloudUploader, "get", get)
+    (tmp_path / "0.mds").write_text("a shard")
+    for place in ("shards/a", ""):
+        made = Copy(tmp_path, "oci://sets/train/")
+        made.add(tmp_path, place, iter(["0.mds"]))
+        assert (copy / "sets" / "train" / place / "0.mds").read_text() == "a shard"
+    assert (tmp_path / "0.mds").is_file() and made.has(tmp_path)
+    monkeypatch.setattr(CloudUploader, "get", Mock(side_effect=ConnectionError("no answer")))
+    with pytest.raises(Outage, match=r"upload: oci://sets/train cannot be written \(no answer\); see whether"):
+        made.add(tmp_path, "", ["0.mds"])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[]", "upload: gs://sets/options.json: damaged .*; give another `upload`, or remove it"),
+        (b"\xff", "upload: gs://sets/options.json: damaged"),
+        (ConnectionError("gone"), r"upload: gs://sets/options.json cannot be read \(gone\); see whether the address"),
+    ],
+)
+def test_a_file_of_the_copy_that_cannot_be_read_is_no_missing_one(monkeypatch, tmp_path, content, message):
+    def download(remote, local, timeout):
+        if isinstance(content, Exception):
+            raise content
+        Path(local).write_bytes(content)
+
+    downloader(monkeypatch, download)
+    with pytest.raises(ValueError, match=message) as error:
+        Copy(tmp_path, "gs://sets").read_object("options.json")
+    assert isinstance(error.value, Outage) is isinstance(content, ConnectionError)
 
 
 def test_a_hub_that_does_not_answer_is_an_outage(monkeypatch, tmp_path):
