@@ -126,8 +126,10 @@ def write_shared(config: EncodeConfig, label: str, inside: str, threshold: float
     if label != inside:
         result["nearest"] = {f"{share:g}": round(float(np.quantile(closest, share)), 5) for share in QUANTILES}
     write_json(folders[label] / "shared.json", result, indent=1)
+    sheet = folders[label] / "shared.png"
+    sheet.unlink(missing_ok=True)  # of another set or threshold
     if pairs:
-        _sheet(pairs[:ON_SHEET], sources[label], sources[inside], build(config.filter), folders[label] / "shared.png")
+        _sheet(pairs[:ON_SHEET], sources[label], sources[inside], build(config.filter), sheet)
     counted = f"{len(found):,} of {len(images):,} images of {label} are in {inside}"
     log.info(f"{folders[label] / 'shared.json'}: {counted} (cosine similarity of at least {threshold:g})")
     return result
@@ -136,7 +138,7 @@ def write_shared(config: EncodeConfig, label: str, inside: str, threshold: float
 def _sheet(
     pairs: list[tuple[float, Image, Image]], source: Source, other: Source, decoder: Filter, file: Path
 ) -> None:
-    """Each pair's images beside each other, the most similar ones first."""
+    """Each pair's images beside each other, the most similar ones first. No file where none can be read any more."""
     ones = _pictures(source, [one for _, one, _ in pairs], decoder)
     others = _pictures(other, [two for _, _, two in pairs], decoder)
     shown = [(one, two, s) for s, one, two in pairs if one in ones and two in others]

@@ -131,12 +131,13 @@ def test_a_set_has_no_image_twice_but_as_itself(job):
 
 
 def test_the_most_similar_images_of_all_shards_are_listed(tmp_path, monkeypatch):
-    rows = {"val": {"v": [0.0]}, "train": {"a": [0.9, 0.1], "b": [0.2, 1.2], "c": [0.8, 0.7]}}  # angles
+    rows = {"val": {"v": [0.0]}, "train": {"a": [0.9, 0.1], "b": [0.2, 1.2], "c": [0.8, 0.7], "d": []}}  # angles
     sources = {label: SimpleNamespace(shards=lambda shards=shards: list(shards)) for label, shards in rows.items()}
     for label, shards in rows.items():
         write_json(tmp_path / label / "scores" / "facts.json", {"weights_hash": "1"})
         for shard, angles in shards.items():
             embeddings = np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float16)
+            embeddings = embeddings if angles else np.empty((0, 0), np.float16)  # all of them were rejected
             scores_of = ShardScores([str(angle) for angle in angles], embeddings, np.ones(len(angles), np.float32))
             write_scores(score_file(tmp_path / label / "scores", shard), scores_of)
     for name, value in {"KEPT": 2, "build": lambda source: source, "_sheet": lambda *arguments: None}.items():
@@ -145,6 +146,9 @@ def test_the_most_similar_images_of_all_shards_are_listed(tmp_path, monkeypatch)
     found = duplicates.write_shared(config, "val", "train", threshold=0.5)
     assert [(pair["other"]["shard"], pair["other"]["key"]) for pair in found["pairs"]] == [("a", "0.1"), ("b", "0.2")]
     assert found["nearest"]["0"] == found["nearest"]["1"] == pytest.approx(np.cos(0.1), abs=1e-3)
+    sheet = tmp_path / "val" / "scores" / "shared.png"
+    sheet.touch()  # of the pairs above
+    assert duplicates.write_shared(config, "val", "train", threshold=1)["pairs"] == [] and not sheet.exists()
     write_json(tmp_path / "val" / "scores" / "facts.json", {"weights_hash": "2"})
     with pytest.raises(ValueError, match="val and train were scored by different models; delete one"):
         duplicates.write_shared(config, "val", "train", threshold=0.5)
