@@ -179,6 +179,7 @@ def text_shape(encoder: Component) -> tuple[tuple[int, int], bool]:
     args = encoder.args
     root = Path(str(args.get("path") or args.get("model", "")).removeprefix("local-dir:")).expanduser()
     config = read_if_object(root / (args.get("subfolder") or "") / "config.json")
+    config = config.get("text_config") or config  # of a whole CLIP model
     if "max_position_embeddings" in config and "hidden_size" in config:
         return (config["max_position_embeddings"], config["hidden_size"]), True
     model = read_if_object(root / "open_clip_config.json").get("model_cfg") or _open_clip(args.get("model", ""))

@@ -12,9 +12,10 @@ from streaming.base.hashing import get_hashes
 from streaming.base.storage.download import DOWNLOADER_MAPPINGS
 from streaming.base.storage.upload import UPLOADERS
 
+from data.system.files import write_json
 from data.system.ranks import Rank
 from precompute.config import COMPRESSIONS, HASHES, UPLOADED, EncodeConfig, VocabularyConfig
-from precompute.dry_run import encode_report, image_shape, pack_report, text_shape
+from precompute.dry_run import USUAL_TEXT, encode_report, image_shape, pack_report, text_shape
 from precompute.encode import main as encode
 from precompute.encoding.columns import LatentColumns
 from precompute.pack import main as pack
@@ -104,6 +105,18 @@ def test_a_dry_run_assumes_the_sizes_of_a_token_encoder_of_ones_own(recipe, tmp_
     monkeypatch.setattr("precompute.config.TOKEN_ENCODERS", ("dvae", "mine"))
     report = encode_report(dataclasses.replace(config, image_encoder=own, resolutions=[20]), [], Rank())
     assert "sizes of the image encoder are assumed to be DALL-E's: mine is not loaded" in report
+
+
+@pytest.mark.parametrize("wrapped", [lambda text: text, lambda text: {"model_type": "clip", "text_config": text}])
+def test_a_dry_run_takes_the_sizes_of_a_local_text_encoder(recipe, tmp_path, wrapped):
+    text = {"name": "hf_clip_text", "path": str(tmp_path), "subfolder": "text"}
+    config = load_config(recipe(text_encoder=text), [], EncodeConfig)
+    lines = encode_report(config, [], Rank())
+    assert text_shape(config.text_encoder) == (USUAL_TEXT, False)
+    assert "sizes of the text encoder are assumed to be Stable Diffusion 2's: there is no local config" in lines
+    write_json(tmp_path / "text" / "config.json", wrapped({"max_position_embeddings": 12, "hidden_size": 16}))
+    assert text_shape(config.text_encoder) == ((12, 16), True)
+    assert "assumed" not in encode_report(config, [], Rank())
 
 
 def test_a_dry_run_says_what_is_to_be_scored_first(recipe, tars, tmp_path):
