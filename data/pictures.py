@@ -169,7 +169,7 @@ class ImageLoader(DataLoader):
                         if batches is None:
                             batches = super().__iter__()
                             keep_alarms()
-                        batch = next(batches, None)
+                        batch = next(batches)  # there is one: the stream is endless
                 except DecoderDied as death:
                     if batches is not None:
                         kill_workers(batches)
@@ -177,8 +177,6 @@ class ImageLoader(DataLoader):
                     deaths.places.forget()
                     deaths.add(death, self.dataset.batches)
                     continue
-                if batch is None:
-                    return
                 self.dataset.note(batch.pop("place"))
                 self._positions.append(self.dataset.position())
                 yield batch
