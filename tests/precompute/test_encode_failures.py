@@ -8,7 +8,9 @@ import signal
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from torch.utils.data import get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
@@ -331,6 +333,22 @@ def test_a_worker_that_dies_is_reported(recipe, monkeypatch, capsys):
     monkeypatch.setattr("data.workers.quarantine.LIMIT", 3)
     error = expect_error([recipe(workers=1)], capsys)
     assert "a decoding process died" in error and "shm" in error
+
+
+@pytest.mark.parametrize("first", [float("inf"), float("nan"), 7e4])  # 7e4 is finite, but not in float16
+def test_a_null_text_that_is_not_finite_is_computed_in_fp32(tmp_path, first):
+    def embed(tokens, exact=False):
+        return torch.full((1, 2, 3), in_fp32 if exact else first)
+
+    tokenize, file = (lambda captions: torch.zeros(len(captions), 2)), tmp_path / "null_text.npy"
+    texts = SimpleNamespace(length=2, width=3, id="mine", device=torch.device("cpu"), tokenize=tokenize, embed=embed)
+    in_fp32 = first
+    with pytest.raises(ValueError, match="text_encoder: mine gives values that are not finite, also in fp32; check"):
+        store_null_text(file, texts)
+    assert not file.exists()
+    in_fp32 = 0.5
+    store_null_text(file, texts)
+    assert (np.load(file) == np.full((2, 3), 0.5, np.float16)).all()
 
 
 def test_a_damaged_null_text_is_written_anew(encoders, tmp_path):

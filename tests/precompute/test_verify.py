@@ -13,6 +13,7 @@ import yaml
 from PIL import Image
 from streaming.base.hashing import get_hash
 
+from data.sources.tars import TarSource
 from precompute.checking import verification
 from precompute.checking.survey import _draw
 from precompute.verify import main
@@ -235,6 +236,25 @@ def test_a_set_whose_source_has_changed_is_found(copy, drawings, tmp_path, capsy
     source = f"sources.val.urls={drawings}/train/00000.tar"
     status, _, faults = verify(capsys, copy, source, "--records=2", f"--out={tmp_path / 'out'}")
     assert status == 1 and len(faults) == 2 and all("does not give it" in fault for fault in faults)
+
+
+def test_a_source_that_cannot_be_read_any_more_is_a_fault(copy, drawings, tmp_path, capsys, monkeypatch):
+    read, moved = TarSource.read, Path(shutil.copytree(drawings / "val", tmp_path / "moved"))
+
+    def gone(self, shard):
+        shutil.rmtree(moved)
+        yield from read(self, shard)
+
+    monkeypatch.setattr(TarSource, "read", gone)
+    status, _, faults = verify(capsys, copy, f"sources.val.urls={moved}/*.tar", f"--out={tmp_path / 'out'}")
+    assert status == 1 and len(faults) == 1 and f"cannot be read: no file {moved}/00000.tar" in faults[0]
+
+
+def test_a_manifest_of_another_number_of_samples_is_found(copy, tmp_path, capsys):
+    manifest = json.loads((copy / "manifest.json").read_text())
+    (copy / "manifest.json").write_text(json.dumps(manifest | {"samples": manifest["samples"] + 1}))
+    status, _, faults = verify(capsys, copy, f"--out={tmp_path}")
+    assert (status, faults) == (1, [f"fault: {copy}/index.json: 6 samples, the manifest says 7"])
 
 
 @pytest.mark.parametrize("twice", [False, True])

@@ -24,6 +24,7 @@ from precompute import pack
 from precompute.output.claims import LOST, Claims
 from precompute.output.output_set import MERGING, OutputSet
 from precompute.output.shard_folder import ShardFolder
+from precompute.texts import packing
 from precompute.texts.packing import Packed
 from recipes.config.recipe import Recipe, load_config
 from recipes.models.language.task import load_language
@@ -186,6 +187,20 @@ def test_of_ranks_that_end_together_one_merges_the_texts(text_sets, tmp_path, ca
     assert found == known
 
 
+def test_texts_that_are_no_text_are_left_out_and_listed(text_sets, tmp_path):
+    whole = "a text of more tokens than a row has, which is the only one that can be read"
+    (tmp_path / "a.txt").write_bytes(b"\xff")
+    (tmp_path / "b.txt").write_text(whole)
+    source = f"sources={{docs: {{files: [{tmp_path}/*.txt], exclude: null}}, captions: null, docs_val: null}}"
+    pack.main([str(text_sets / "docs" / "config.yaml"), f"out={tmp_path}/out", source])
+    manifest = TextManifest.read(tmp_path / "out" / "docs" / NAME)
+    assert (manifest.texts, manifest.rejected) == (1, {"caption_not_utf8": 1})
+    tokens = len(Vocabulary.read(text_sets / "vocabulary.json").encode(whole)) + 1
+    assert manifest.samples * 16 + 1 + manifest.left_out == tokens
+    (row,) = (tmp_path / "out" / "docs" / "rejected.jsonl").read_text().splitlines()
+    assert json.loads(row)["key"] == str(tmp_path / "a.txt")
+
+
 def test_texts_that_fill_no_row_are_said_to(text_sets, tmp_path, capsys):
     with pytest.raises(SystemExit):
         pack.main([str(text_sets / "docs" / "config.yaml"), f"out={tmp_path}", "positions=60000"])
@@ -210,9 +225,11 @@ def test_a_cache_of_other_texts_is_an_error(text_sets, tmp_path):
         texts(Placement(2, True), {"positions": 16, "vocabulary": 512}, streams={"a": other}, workers=0)
 
 
+@pytest.mark.parametrize("at_once", [1, 20, 1 << 22])
 @pytest.mark.parametrize("positions", [3, 7])
-def test_rows_hold_each_token_of_the_texts_once(text_sets, positions):
+def test_rows_hold_each_token_of_the_texts_once(text_sets, positions, at_once, monkeypatch):
     """Rows overlap by one token, so each token but the first is predicted once; what fills no row is left."""
+    monkeypatch.setattr(packing, "CHARACTERS", at_once)
     vocabulary = Vocabulary.read(text_sets / "vocabulary.json")
     texts = ["a dot on a wall", "of two", "drawing of 3 stars on a wall"]
     stream = [token for text in texts for token in (*vocabulary.encode(text), vocabulary.size)]
