@@ -1,10 +1,12 @@
 """Orders that are made ahead are those of streaming, in all epochs and after a resumption."""
 
+import errno
 import os
 import signal
 import time
 from multiprocessing import get_context
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -84,6 +86,24 @@ def test_a_process_that_hangs_is_waited_for_with_a_limit(monkeypatch):
     orders = NextOrder()
     orders.begin(1, lambda: time.sleep(1e6))
     assert orders.take(1) is None
+
+
+def test_where_no_process_is_started_or_none_is_waited_for_there_is_no_order(monkeypatch):
+    """Its epoch makes it, as without this class."""
+    orders = NextOrder()
+    for name in ("memfd_create", "fork"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, Mock(side_effect=OSError(errno.EAGAIN, "Resource temporarily unavailable")))
+            orders.begin(1, lambda: np.array([1]))
+        assert orders.take(1) is None
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system forgets how processes end
+    try:
+        orders.begin(1, lambda: np.array([1]))
+        assert orders.take(1) is None
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    links = Path("/proc/self/fd").iterdir()
+    assert not any("order of the next epoch" in os.readlink(link) for link in links if link.is_symlink())
 
 
 def begin_and_end(pipe):

@@ -1,5 +1,6 @@
 """Shared memory of dead processes is found and removed, that of living ones stays."""
 
+import fcntl
 import os
 import signal
 import time
@@ -40,6 +41,23 @@ def test_blocks_of_a_killed_process_are_removed_and_others_stay(tmp_path, dead):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["000042_locals", "000042_shard_states", "precompose-42"]
     stale_memory._release(42, tmp_path / "precompose-42", os.getpid())
     assert not (tmp_path / "precompose-42").exists()
+
+
+def test_a_lock_whose_file_is_removed_in_the_same_moment_is_made_again(tmp_path, monkeypatch):
+    """By another process that ends with this number, or clears: this one would hold a lock that nobody sees."""
+    path, flock = tmp_path / "precompose-46", fcntl.flock
+
+    def late(file, operation):
+        monkeypatch.setattr(fcntl, "flock", flock)
+        path.unlink()
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    hold(46, tmp_path)
+    blocks(tmp_path, 46)
+    assert path.exists() and left_behind(tmp_path) == []
+    stale_memory._release(46, path, os.getpid())
+    assert not path.exists()
 
 
 def test_the_files_that_streaming_locks_go_with_their_run(tmp_path, monkeypatch):

@@ -367,6 +367,13 @@ def test_a_file_that_no_picture_has_is_rejected(monkeypatch):
     assert assemble("k", b"1234", "a dot") == Rejected("k", "too_large_file", "4 bytes")
 
 
+@pytest.mark.parametrize(("name", "place"), [("mds", "mds"), ("mds, zstd", "mds"), ("folder, txt", "folder")])
+def test_a_file_that_no_picture_has_is_not_read(tmp_path, monkeypatch, name, place):
+    sizes = [len(image) for _, image, _ in ROWS]
+    monkeypatch.setattr(f"data.sources.{place}.MAX_FILE_BYTES", 20)
+    assert min(sizes) > 40 and {row.reason for row in read(SOURCES[name](tmp_path))} == {"too_large_file"}
+
+
 # The disk
 
 

@@ -1,7 +1,10 @@
 """Structures of Thrift's compact protocol, byte by byte. Files of pyarrow are in test_parquet_footer.py."""
 
+import io
+
 import pytest
 
+from data.sources.parquet_pages import COMPRESSED, UNCOMPRESSED, WINDOWS, _header
 from data.sources.thrift import structure
 
 STRUCTURE, LIST, TEXT, INTEGER, DOUBLE = 12, 9, 8, 5, 7
@@ -15,6 +18,16 @@ def test_fields_are_those_that_their_bytes_say():
     found, end = structure(bytes([9, *data, 9]), at=1)
     assert found == {1: True, 2: False, 3: -3, 4: None, 300: 7, 301: b"ab", 302: list(range(16))}
     assert end == 1 + len(data)
+
+
+@pytest.mark.parametrize("length", [9, WINDOWS[0] - 20, WINDOWS[0], 3 * WINDOWS[0]])
+def test_headers_of_pages_with_long_statistics(length):
+    """Which some writers do not shorten."""
+    size = [length & 127 | 128, length >> 7 & 127 | 128, length >> 14]
+    statistics = bytes([0x10 | STRUCTURE, 0x10 | TEXT, *size]) + b"x" * length + b"\0"
+    header = bytes([0x20 | INTEGER, 2 * 10, 0x10 | INTEGER, 2 * 8, 0x20 | STRUCTURE]) + statistics + bytes([0, 0])
+    found, end = _header(io.BytesIO(b"PAR1" + header + b"the page"), 4)
+    assert (found[UNCOMPRESSED], found[COMPRESSED], end) == (10, 8, len(header))
 
 
 @pytest.mark.parametrize(
