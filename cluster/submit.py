@@ -26,8 +26,7 @@ from cluster.command_line import OWN, job_of, read_arguments
 from cluster.kubernetes import KubernetesOptions, manifest_text
 from cluster.sky import task_text
 from cluster.slurm import LOGS, SlurmOptions, script_of
-from recipes.config.command_line import fail, user_errors
-from recipes.config.values import ConfigError
+from recipes.config.command_line import user_errors
 
 # What takes the text on its standard input, and where it can be had.
 SUBMITTERS = {
@@ -79,15 +78,12 @@ def submit(scheduler: str, text: str) -> int:
 
 def main(arguments: list[str]) -> int:
     options = read_arguments(arguments, __doc__)
-    try:
-        with user_errors():
-            text = text_of(options, shlex.join(["python", "cluster/submit.py", *arguments]))
-            if options.dry_run:
-                print(text, end="")
-                return 0
-            return submit(options.scheduler, text)
-    except ConfigError as error:
-        fail(error.lines)
+    with user_errors():
+        text = text_of(options, shlex.join(["python", "cluster/submit.py", *arguments]))
+        if options.dry_run:
+            print(text, end="")
+            return 0
+        return submit(options.scheduler, text)
 
 
 if __name__ == "__main__":

@@ -143,6 +143,8 @@ def user_errors() -> Iterator[None]:
         fail([f"{os.fspath(error.filename)}: there is no such file or folder" if of_system else str(error)])
     except WrongResult as error:
         fail([error.line])  # of worker processes, too
+    except ConfigError as error:
+        fail(error.lines)
     except (ValueError, ConnectionError) as error:
         # Python's own kinds of them, such as UnicodeDecodeError, and those that no `raise` raised are bugs.
         own = type(error) in (ValueError, ConnectionError) or type(error).__module__.startswith(("data.", "recipes."))

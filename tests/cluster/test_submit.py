@@ -314,6 +314,13 @@ def test_a_mistake_is_one_line_before_anything_is_queued(mistake, monkeypatch):
     assert mistake.removesuffix("=2") in text and text.count("\n") == 1, text
 
 
+def test_each_of_several_mistakes_is_an_error():
+    lines = error_of("slurm", TRAIN, "--machines", "1", "training.globl_batch=2", "training.precison=fp32").splitlines()
+    assert [line.partition(": unknown")[0] for line in lines] == [
+        "error: training.globl_batch", "error: training.precison",
+    ]  # fmt: skip
+
+
 def test_kubernetes_needs_an_image_and_a_volume():
     assert "--image" in error_of("kubernetes", TRAIN, "--machines", "1", "--dry-run")
     assert "--claim" in error_of("kubernetes", TRAIN, "--machines", "1", "--image", "x", "--dry-run")
