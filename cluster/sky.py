@@ -18,7 +18,7 @@ def task_text(job: Job, accelerator: str | None) -> str:
         accelerator: name of the GPU in SkyPilot's catalogue, such as H200.
 
     Raises:
-        ValueError: no accelerator or image, or what SkyPilot does not have.
+        ValueError: no accelerator, or what SkyPilot does not have.
     """
     if job.gpus and accelerator is None:
         raise ValueError("--accelerator: name the GPU to rent, such as H200")

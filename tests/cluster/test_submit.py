@@ -264,6 +264,9 @@ def test_an_encode_job_of_kubernetes_tries_each_task_by_itself():
     assert {"hostPath": {"path": "/mnt/nvme", "type": "DirectoryOrCreate"}, "name": "cache"} in job["template"]["spec"][
         "volumes"
     ]
+    assert "namespace" not in found["metadata"]
+    found = yaml.safe_load(made("kubernetes", ENCODE, "--namespace", "team", *options, *CLOUD))
+    assert found["metadata"]["namespace"] == "team"
 
 
 def test_a_task_of_skypilot():
@@ -271,6 +274,11 @@ def test_a_task_of_skypilot():
     assert (found["num_nodes"], found["resources"]["accelerators"]) == (2, "H200:8")
     assert subprocess.run(["bash", "-n"], input=found["run"], text=True).returncode == 0
     assert shlex.split(found["run"].splitlines()[-1])[-2:] == ["recipes/train.py", TRAIN]
+    assert found["setup"] == "make install\n" and "image_id" not in found["resources"]
+    one = ["skypilot", TRAIN, "--machines", "1", "--dry-run"]
+    found = yaml.safe_load(made(*one, "--accelerator", "H200", "--image", "me/x:1"))
+    assert found["resources"]["image_id"] == "docker:me/x:1" and not found.keys() & {"setup", "workdir"}
+    assert "--accelerator: name the GPU" in error_of(*one)
 
 
 MISTAKES = {
@@ -303,6 +311,7 @@ MISTAKES = {
     ],
     "--spares: the processes of an encode job": [ENCODE, "--machines", "1", "--spares", "1"],
     "--env 1=2": [TRAIN, "--machines", "1", "--env", "1=2"],
+    "--env HF_HOME: give NAME=VALUE": [TRAIN, "--machines", "1", "--env", "HF_HOME"],
     "sbatch is not": [TRAIN, "--machines", "1"],
 }
 
@@ -330,6 +339,7 @@ def test_kubernetes_needs_an_image_and_a_volume():
     ("option", "schedulers"),
     [
         (["--hours", "24"], ["kubernetes", "skypilot"]),
+        (["--spares", "1"], ["kubernetes", "skypilot"]),
         (["--mount", "/data:/data"], ["skypilot"]),
         (["--cpus", "4"], ["skypilot"]),
         (["--memory", "64"], ["skypilot"]),
@@ -344,6 +354,17 @@ def test_an_option_that_a_scheduler_does_not_have_is_not_passed_over(option, sch
     for scheduler in schedulers:
         error = error_of(scheduler, TRAIN, "--machines", "1", *needed[scheduler], *option, "--dry-run")
         assert error.startswith(f"error: {option[0]}: ") and error.endswith("; leave it out\n")
+
+
+def test_slurm_gets_the_script_and_a_folder_for_its_logs(monkeypatch, tmp_path):
+    monkeypatch.setattr("cluster.submit.ROOT", tmp_path)
+    (tmp_path / "sbatch").write_text("#!/bin/sh\ncat > given.sh\nexit 3\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert main(["slurm", TRAIN, "--machines", "1"]) == 3  # what sbatch says of it
+    script = (tmp_path / "given.sh").read_text()
+    assert (tmp_path / directives(script)["output"]).parent.is_dir()
+    assert script == made("slurm", TRAIN, "--machines", "1").replace("slurm", "python cluster/submit.py slurm", 1)
 
 
 def test_what_rented_machines_write_has_to_outlive_them(monkeypatch):
