@@ -30,7 +30,7 @@ from typing import BinaryIO
 
 import braceexpand
 
-from data.remote.downloads import advice, fetch, shown, store_error
+from data.remote.downloads import advice, fetch, is_refused, shown, store_error
 from data.sources.base import (
     IMAGE_SUFFIXES,
     MAX_FILE_BYTES,
@@ -221,7 +221,7 @@ def open_tar(url: str) -> Iterator[tuple[BufferedReader, bool]]:
             except FileNotFoundError as error:
                 raise FileNotFoundError(f"no file {shown(url)} ({one_line(error)})") from None
             except Exception as error:  # each cloud's client has its own errors, without a common base class
-                what = advice(error, "start again when the server answers")
+                what = advice(error) if is_refused(error) else "start again when the server answers"
                 if disk_error(error) is not None:
                     what = f"make room in {tempfile.gettempdir()} (TMPDIR)"
                 raise store_error(f"cannot fetch {shown(url)}: {one_line(error)}; {what}", error) from error

@@ -263,6 +263,8 @@ def test_a_store_that_refuses_is_asked_once(answer, status, asked, monkeypatch, 
     with pytest.raises(ValueError, match="cannot fetch gs://sets/0.tar: .*no") as unread:
         list(source.read(source.shards()[0]))
     assert isinstance(unread.value, Outage) is (asked > 1)
+    advice = "start again when the server answers" if asked > 1 else "see whether the address is right and the cred"
+    assert advice in str(unread.value)
 
     def upload(self, path, name):
         calls.append(f"gs://sets/{name}")
