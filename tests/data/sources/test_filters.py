@@ -131,6 +131,13 @@ def test_every_pixel_is_where_pillow_puts_it(orientation, kind):
     assert np.array_equal(decode(data).image, np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data)))))
 
 
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_a_damaged_exif_block_costs_no_image(kind):
+    whole = decode(encode(two_tone(), kind))
+    found = decode(encode(two_tone(), kind, exif=b"Exif\0\0no header of TIFF"))
+    assert isinstance(found, DecodedSample) and np.array_equal(found.image, whole.image)
+
+
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
 def test_exif_orientation_is_applied(orientation, kind):

@@ -20,7 +20,7 @@ from data.loading import Placement
 from data.sources.base import Sample
 from data.sources.filters import Filter
 from data.system.arrays import read_matrix
-from data.system.memory import MEMORY, limit
+from data.system.memory import MEMORY, NotEnoughMemory, limit, memory_to_read
 from recipes.comparison.pictures import WHOLE, read_pictures
 from recipes.config.command_line import user_errors
 from recipes.engines.checkpoints.plain_pickles import damaged, load_plain
@@ -134,6 +134,14 @@ def compressed_for_a_worker(folder):
 READS = [
     checkpoint, part, weights, mapped, matrix, picture, network, grid, compressed, compressed_for_a_worker,
 ]  # fmt: skip
+
+
+def test_damaged_bytes_that_claim_much_lack_no_memory():
+    """Its user is told to write the file again, and not to find more memory."""
+    for size, kind in ((5, MemoryError), (1 << 60, NotEnoughMemory)):
+        with pytest.raises(MemoryError) as error, memory_to_read("a file", size):
+            raise MemoryError("of what the bytes claim")
+        assert type(error.value) is kind
 
 
 @pytest.mark.parametrize("reads", READS)

@@ -23,8 +23,9 @@ def whole(latent_sets):
     return latent_sets / "train", entries, columns, figures_of_files(latent_sets / "train", entries, columns)
 
 
-def test_any_number_of_processes_finds_the_same(whole, token_sets):
+def test_any_number_of_processes_finds_the_same(whole, token_sets, monkeypatch):
     folder, entries, columns, figures = whole
+    monkeypatch.setattr(reading, "AHEAD", 1)  # fewer files than there are
     for workers in (1, 2, 3):
         assert figures_of_files(folder, entries, columns, workers) == figures
     folder = token_sets / "train"
