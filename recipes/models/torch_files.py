@@ -86,8 +86,8 @@ def checked() -> Iterator[None]:
 
 
 class Reader(torch._C.PyTorchFileReader):
-    """PyTorch's reader of zip files. A storage has the bytes of its record, and no record is compressed. Else it raises
-    a RuntimeError, as PyTorch's does for other damages."""
+    """PyTorch's reader of zip files. A storage has the bytes of its record, which lies where the file says in two
+    places, and no record is compressed. Else it raises a RuntimeError, as PyTorch's does for other damages."""
 
     def __init__(self, file: BinaryIO) -> None:
         if not isinstance(file, io.BytesIO | io.BufferedReader):  # PyTorch's views of files cannot seek from their end
@@ -98,10 +98,22 @@ class Reader(torch._C.PyTorchFileReader):
             if any(record.compress_type != zipfile.ZIP_STORED for record in records.infolist()):
                 raise RuntimeError("its records are compressed, which torch.save does not do")
             # PyTorch's names of records have no folder, which all records of a file share.
-            self._sizes = {record.filename.partition("/")[2]: record.file_size for record in records.infolist()}
+            named = {record.filename.partition("/")[2]: record for record in records.infolist()}
+            self._sizes = {name: record.file_size for name, record in named.items()}
+            # What comes after a record's bytes: its sizes where a flag says so, else the next record or the directory.
+            self._ends = {name: b"PK\7\x08" if record.flag_bits & 8 else b"PK" for name, record in named.items()}
         file.seek(start)
         super().__init__(file)
         self._file, self._start = file, start
+
+    def get_record_offset(self, name: str) -> int:
+        """Where the bytes of a record begin, if they end where it says. PyTorch would read other bytes where a bit of
+        the numbers has changed that say so."""
+        offset, end = super().get_record_offset(name), self._ends[name]
+        self._file.seek(self._start + offset + self._sizes[name])
+        if self._file.read(len(end)) != end:
+            raise RuntimeError(f"{name} does not lie where its header says")
+        return offset
 
     def get_storage_from_record(self, name: str, size: int, kind: Any) -> Tensor:
         """Read a record, whose length PyTorch 2.7 does not compare with the `size` in bytes that the pickle claims.

@@ -128,6 +128,22 @@ def test_a_storage_ends_with_its_file(tmp_path):
             read()
 
 
+def test_a_changed_bit_in_the_place_of_a_record(tmp_path):
+    """PyTorch would read a tensor of other bytes."""
+    file = tmp_path / "weights.pt"
+    torch.save({"w": torch.arange(40.0), "v": torch.ones(40)}, file)
+    whole = file.read_bytes()
+    with zipfile.ZipFile(file) as archive:
+        record = archive.getinfo("weights/data/0")
+        entry = whole.index(b"weights/data/0", archive.start_dir)
+    # The length of its header, also by as much as what comes after the record has, and where the header begins.
+    for place, bit in ((record.header_offset + 28, 8), (record.header_offset + 28, 16), (entry - 4, 8)):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :])
+        for read in (*every_reader(file), lambda: load_plain(file, lazily=True)):
+            with pytest.raises(ValueError, match=rf"{file}: .*data/0 does not lie where its header says"):
+                read()
+
+
 def test_a_part_that_claims_more_than_its_file(tmp_path):
     """PyTorch's readers take what is there, and so does this one; a lack of memory is not claimed."""
     whole = write_part(tmp_path)
