@@ -157,6 +157,12 @@ def test_metadata_of_a_column_that_pyarrow_cannot_bear_ends_no_process(parquet_b
     assert found and all(isinstance(sample, Sample | Rejected) for sample in found)
 
 
+def test_a_column_whose_name_is_no_text_is_refused_in_one_line(parquet_bytes, tmp_path):
+    (tmp_path / "t.parquet").write_bytes(parquet_bytes.replace(b"image", b"\xe9mage"))
+    with pytest.raises(ValueError, match="t.parquet is not a Parquet file: 'utf-8' codec can't decode byte 0xe9"):
+        ParquetSource(path=str(tmp_path / "t.parquet"))
+
+
 def test_parquet_cells_larger_than_memory_are_refused_before_they_are_read(tmp_path, monkeypatch):
     import pyarrow as pa
     import pyarrow.parquet as pq

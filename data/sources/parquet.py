@@ -162,7 +162,7 @@ def _open(file: Path) -> Any:
         raise FileNotFoundError(f"no file {file}: a shard of the source is gone")
     try:
         return pq.ParquetFile(file)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last of a column's name
         if try_again(error):
             raise
         raise ValueError(f"{file} is not a Parquet file: {' '.join(str(error).split())}") from None
