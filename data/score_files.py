@@ -69,8 +69,10 @@ def read_scores(folder: Path, shard: str, embeddings: bool = True) -> ShardScore
         with memory_to_read(file, file.stat().st_size), np.load(file, allow_pickle=False) as arrays:
             found = arrays["embeddings"] if embeddings else np.empty((0, 0), np.float16)
             scores = ShardScores(json.loads(str(arrays["keys"])), found, arrays["similarities"])
-        if len({len(scores.keys), len(scores.similarities), *([len(found)] if embeddings else [])}) > 1:
+        if len({len(scores.keys), *scores.similarities.shape, *([len(found)] if embeddings else [])}) > 1:
             raise ValueError("columns of different lengths")
+        if not all(isinstance(key, str) for key in scores.keys) or scores.similarities.dtype.kind != "f":
+            raise ValueError("keys that are no texts, or similarities that are no numbers")
     except NotEnoughMemory:
         raise
     except Exception as error:  # zipfile and NumPy raise many kinds

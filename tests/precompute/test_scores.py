@@ -394,3 +394,8 @@ def test_a_damaged_file_is_named(tmp_path):
     score_file(tmp_path, "a").write_bytes(b"PK\x03\x04 and nothing more")
     with pytest.raises(ValueError, match="a.npz: damaged"):
         read_scores(tmp_path, "a")
+    numbers = np.zeros(2, np.float32)
+    for keys, similarities in ((["a", ["b"]], numbers), (["a", "b"], np.array(["0", "1"])), (["a"], numbers[:, None])):
+        write_scores(score_file(tmp_path, "a"), ShardScores(keys, np.zeros((len(keys), 3), np.float16), similarities))
+        with pytest.raises(ValueError, match="a.npz: damaged"):
+            read_scores(tmp_path, "a", embeddings=False)
