@@ -60,7 +60,7 @@ class CrashLog:
     def deaths(self) -> list[DecoderDied]:
         """All that are noted, of any process."""
         found = []
-        for line in self.file.read_text(encoding="utf-8").splitlines() if self.file.is_file() else []:
+        for line in self.file.read_text("utf-8", "replace").splitlines() if self.file.is_file() else []:
             try:
                 death = json.loads(line)
                 shard = InputShard(str(death["label"]), str(death["shard"]))

@@ -143,6 +143,8 @@ def test_a_shard_that_kills_its_reader_ends_the_run_with_one_line(tmp_path):
     load(Numbered(1, 8), tmp_path)  # a source without that shard
     (tmp_path / CRASHES).write_text('{"label": "train"')  # by a disk that was full
     load(Deadly(3, 8), tmp_path)
+    (tmp_path / CRASHES).write_bytes(b'{"label": "\xf4rain"}\n')  # a changed bit
+    load(Deadly(3, 8), tmp_path)
 
 
 def test_workers_leave_a_signal_to_stop_to_the_trainer(capfd):
