@@ -193,7 +193,7 @@ def keep_record(recipe: Recipe, data: Loading) -> None:
     """
     output = Path(recipe.output)
     record, text = output / CONFIG, to_yaml(recipe)
-    if record.is_file() and (before := record.read_text(encoding="utf-8")) != text and has_checkpoints(output):
+    if record.is_file() and (before := record.read_text("utf-8", "replace")) != text and has_checkpoints(output):
         kept = next(path for number in count(1) if not (path := output / f"config-{number}.yaml").exists())
         # A copy, not a rename: if the disk is full now, the next start still finds what the run was.
         write_text(kept, before)
@@ -223,7 +223,7 @@ def keep_with(output: Path, checkpoint: Path, anew: bool = True) -> None:
     """
     if anew or not record_with(output, checkpoint).is_dir():
         found = [output / name for name in RECORD if (output / name).is_file()]
-        keep_texts(output, checkpoint, {file.name: file.read_text(encoding="utf-8") for file in found})
+        keep_texts(output, checkpoint, {file.name: file.read_text("utf-8", "replace") for file in found})
 
 
 def keep_texts(output: Path, checkpoint: Path, texts: dict[str, str]) -> None:

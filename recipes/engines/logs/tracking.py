@@ -42,10 +42,13 @@ def tracked_run(recipe: Recipe) -> str:
 def _kept_or_new(recipe: Recipe) -> str:
     output = Path(recipe.output)
     kept = record_of(recipe) / TRACKED
+    identifier = ""
     if recipe.checkpoints.resumes and has_checkpoints(output) and kept.is_file():
-        identifier = kept.read_text(encoding="utf-8").strip()
-    else:
-        identifier = secrets.token_hex(8)
+        identifier = kept.read_text("utf-8", "replace").strip()
+        if not re.fullmatch(r"[0-9a-f]+", identifier):
+            log.warning(f"{kept}: damaged; trackers show what follows as a run of its own")
+            identifier = ""
+    identifier = identifier or secrets.token_hex(8)
     output.mkdir(parents=True, exist_ok=True)
     write_text(output / TRACKED, f"{identifier}\n")
     return identifier

@@ -215,6 +215,9 @@ def test_a_start_that_saved_nothing_changes_nothing_that_later_ones_compare(begu
     (begun / "config-1.yaml").unlink()
     keep_record(old, Data)
     assert "0.001" in (begun / "config-1.yaml").read_text() and "0.002" in (begun / "config-2.yaml").read_text()
+    (begun / "config.yaml").write_bytes(b"run_name: \xf2un")  # a changed bit
+    keep_record(old, Data)
+    assert "0.002" in (begun / "config.yaml").read_text() and "run_name" in (begun / "config-3.yaml").read_text()
 
 
 def test_without_a_checkpoint_a_run_begins_anew(begun, quick_recipe):

@@ -103,6 +103,16 @@ def test_the_identifier_goes_on_with_the_checkpoints(quick_recipe, tmp_path):
     assert tracked_run(quick_recipe(tmp_path, "checkpoints.autoresume=false")) not in identifiers
 
 
+@pytest.mark.parametrize("content", [b"", b"0123\xb4567\n"])
+def test_a_damaged_identifier_is_said_and_replaced(content, quick_recipe, tmp_path, capsys):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "ep0-ba2-rank0.pt").touch()
+    (tmp_path / TRACKED).write_bytes(content)
+    new = tracked_run(quick_recipe(tmp_path, "checkpoints.autoresume=true"))
+    assert len(new) == 16 and new == (tmp_path / TRACKED).read_text().strip()
+    assert f"{tmp_path / TRACKED}: damaged; trackers show" in capsys.readouterr().out
+
+
 def test_all_loggers_of_a_run_know_it_by_the_same_identifier(quick_recipe, tmp_path):
     """The next start goes on with one identifier, and would begin another run where a logger had another one."""
     tracked = context_of(quick_recipe(tmp_path), None, None)["tracked"]
