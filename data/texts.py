@@ -51,6 +51,18 @@ def _manifests(paths: Mapping[str, Path], requirements: dict[str, Any]) -> dict[
     return manifests
 
 
+def _vocabulary(path: Path, manifest: TextManifest) -> VocabularyFile:
+    """The vocabulary beside packed texts, which an export of the run gets.
+
+    Raises:
+        ValueError: it is not the one that the texts were packed with.
+    """
+    found = VocabularyFile.read(path)
+    if found.sha256 != manifest.vocabulary_hash:
+        raise ValueError(f"{path}: damaged, or of other texts: its sha256 is not the one in {NAME}; copy the set again")
+    return found
+
+
 @with_cost(texts_cost)
 def texts(
     placement: Placement,
@@ -82,8 +94,8 @@ def texts(
 
     Raises:
         FileNotFoundError: a stream has no manifest.
-        ValueError: no stream, proportions of only some, texts that do not fit the model, or streams of several
-            vocabularies.
+        ValueError: no stream, proportions of only some, texts that do not fit the model, streams of several
+            vocabularies, or a vocabulary that is not theirs.
     """
     check_sets("texts", streams, epoch_size)
     manifests = _manifests({label: encoded.current(NAME) for label, encoded in streams.items()}, requirements)
@@ -108,7 +120,7 @@ def texts(
         open_loader(dataset, placement, workers, drop_last),
         widen,
         samples=int(dataset.epoch_size),
-        vocabulary=VocabularyFile.read(streams[first].file(VOCABULARY)),
+        vocabulary=_vocabulary(streams[first].file(VOCABULARY), manifests[first]),
     )
 
 

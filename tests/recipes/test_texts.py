@@ -94,6 +94,15 @@ def test_sets_of_several_vocabularies(text_sets, tmp_path):
     assert survey(both).length.epoch_steps is None
 
 
+def test_a_changed_vocabulary_in_a_set_is_refused(text_sets, tmp_path):
+    """A run does not read it, and its export would give other tokens than it was trained with."""
+    shutil.copytree(text_sets / "docs", tmp_path / "docs")
+    vocabulary = tmp_path / "docs" / "vocabulary.json"
+    vocabulary.write_bytes(vocabulary.read_bytes().replace(b'"Lowercase"', b'"lowercase"'))
+    with pytest.raises(ValueError, match=f"{vocabulary}: damaged, or of other texts: .* copy the set again"):
+        record("composer", recipe(text_sets, tmp_path / "run", f"data.streams.docs.path={tmp_path}/docs"))
+
+
 @pytest.mark.parametrize("flags", [[], ["--dry-run"]])
 def test_rows_of_other_texts_are_not_taken_for_them(text_sets, capsys, flags):
     with pytest.raises(SystemExit):
