@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from data.system.errors import one_line
 from data.system.files import atomic_write
 from data.system.log import log
 from data.system.ranks import Rank
@@ -169,13 +170,13 @@ class Job:
         return {f"{name}_{label}": array for name, array in arrays.items()}
 
     def collect(self, variant: Variant) -> dict[int, dict[str, np.ndarray]]:
-        """A variant's arrays over all captions, by radius or size of the pool. Waits for chunks of other ranks."""
+        """A variant's arrays over all captions, by radius or size of the pool. Waits for chunks of other ranks. Raises
+        ValueError, as `_read`."""
         parts = []
         for start in range(0, len(self.captions), self.config.chunk):
             file = self.file(variant, start)
             self._wait(file)
-            with np.load(file, allow_pickle=False) as arrays:
-                parts.append(dict(arrays))
+            parts.append(_read(file))
         found: dict[int, dict[str, np.ndarray]] = {}
         for name in parts[0]:
             kind, _, label = name.rpartition("_")
@@ -195,6 +196,20 @@ class Job:
                 waited = 0.0
             time.sleep(POLL)
             waited += POLL
+
+
+def _read(file: Path) -> dict[str, np.ndarray]:
+    """
+    Raises:
+        ValueError: the file of a chunk is damaged.
+    """
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            return dict(arrays)
+    except MemoryError:
+        raise
+    except Exception as error:  # zipfile and NumPy raise many kinds
+        raise ValueError(f"{file}: damaged ({one_line(error)}); delete it and start the same command again") from None
 
 
 @contextmanager

@@ -104,6 +104,19 @@ def test_finished_work_is_not_done_again(job):
         assert first.file(other, 0) != first.file(variant, 0)
 
 
+@pytest.mark.parametrize("change", [lambda data: data[:-1], lambda data: data.replace(b"<f4", b"<f5"), lambda _: b""])
+def test_a_damaged_chunk_is_named(job, change):
+    done = job()
+    done.run(Rank())
+    file = done.file(variants(done.config)[0], 4)
+    file.write_bytes(change(file.read_bytes()))
+    with pytest.raises(ValueError, match=f"^{file}: damaged .*; delete it and start the same command again$"):
+        collected(done)
+    file.unlink()
+    done.run(Rank())
+    assert collected(done)
+
+
 def test_null_is_the_default_of_an_option(job):
     found = variants(job(sampling={"guidance": 2.0, "steps": None}, sweeps={"guidance": [None, 4]}).config)
     assert [variant.options for variant in found] == [{"guidance": 2.0}, {}, {"guidance": 4}, {"guidance": 2.0}]
