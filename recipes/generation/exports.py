@@ -121,7 +121,7 @@ def find_network(export: Path, weights: Weights | None) -> Path:
     """
     raw = export / _identify(export)[1]
     averaged = raw.with_name(f"{raw.name}_ema")
-    there = (averaged / "config.json").is_file()
+    there = averaged.is_dir()  # also where a file in it is missing, of which whoever opens it says so
     if not there and holds_average(export):
         if weights == "raw":
             raise FileNotFoundError(f"--weights raw: {export} holds the averaged weights only; use ema")

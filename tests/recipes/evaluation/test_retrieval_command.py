@@ -82,6 +82,8 @@ def test_which_weights_are_evaluated(tmp_path, networks, record, chosen):
         (tmp_path / name / "config.json").write_text("{}")
     (tmp_path / "export.json").write_text(json.dumps({"family": "latent_diffusion", "network": "unet", **record}))
     assert weights_of(tmp_path, find_network(tmp_path, None)) == chosen
+    (tmp_path / networks[-1] / "config.json").unlink()  # the folder was copied in part: the weights stay the same ones
+    assert weights_of(tmp_path, find_network(tmp_path, None)) == chosen
 
 
 def test_the_command(exported, drawings, clip_folder, tmp_path, capsys):
