@@ -228,4 +228,6 @@ def says_what_to_remove(folder: Path, kind: Kind, config: Checkpoints) -> Iterat
         goes_on = f"goes on from {older[-1]}" if older else "begins anew"
         if config.bucket is not None:
             goes_on = f"fetches its copy from {config.bucket}, or with checkpoints.bucket=null {goes_on}"
-        raise ValueError(f"{error}; remove {newest}, and the next start {goes_on}") from error
+        # A link may lead to another run's checkpoint, or to a folder of checkpoints, which stays.
+        gone = newest if newest.parent in (folder, folder.resolve()) else folder / kind.link
+        raise ValueError(f"{error}; remove {gone}, and the next start {goes_on}") from error

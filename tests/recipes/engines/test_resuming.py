@@ -13,7 +13,7 @@ import torch
 
 from data.system.files import atomic_write
 from recipes.config.recipe import FSDP
-from recipes.engines.checkpoints.plain_pickles import load_plain, plain_metadata
+from recipes.engines.checkpoints.plain_pickles import DamagedCheckpoint, load_plain, plain_metadata
 from recipes.engines.checkpoints.same_model import Saved, saved_at
 from recipes.engines.checkpoints.sharded_files import Sharded
 from recipes.engines.dry_run_checks import check_on_meta
@@ -224,6 +224,16 @@ def test_a_file_that_is_not_there_is_no_reason_to_remove_a_checkpoint(tmp_path):
         says_what_to_remove(folder, KINDS["lightning"], config),
     ):
         raise FileNotFoundError("weights.pt is not there")
+
+
+@pytest.mark.parametrize("target", [".", "../../other/checkpoints/ep0-ba9.ckpt"])
+def test_a_damaged_checkpoint_elsewhere_is_not_removed_but_the_link_to_it(tmp_path, target):
+    folder_with(tmp_path / "other" / "checkpoints", ["ep0-ba9.ckpt"], {})
+    folder = folder_with(tmp_path / "run" / "checkpoints", ["ep0-ba2.ckpt"], {"lightning": target})
+    said = f"^it is cut off; remove {folder}/latest, and the next start goes on from {folder}/ep0-ba2.ckpt$"
+    config = SimpleNamespace(resumes=True, bucket=None)
+    with pytest.raises(ValueError, match=said), says_what_to_remove(folder, KINDS["lightning"], config):
+        raise DamagedCheckpoint("it is cut off")
 
 
 @pytest.mark.parametrize("sharded", [False, True])
