@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.system.files import write_json
+from data.system.files import read_object, write_json
 
 GIB = 1 << 30
+FORMATS = {"fp32", "tf32", "bf16", "fp16"}  # of numbers, in which products are measured
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
 
 
@@ -100,12 +100,14 @@ def device_named(name: str, folder: Path) -> Device:
         known = ", ".join([*DEVICES, *measured])
         raise ValueError(f"--gpu {name}: give {known}; or measure this machine with --calibrate NAME")
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))["device"]
+        values = read_object(path)["device"]
         device = Device(**values | {"shares": Shares(**values["shares"])})
         numbers = [device.memory, device.bandwidth, *device.peaks.values(), *dataclasses.astuple(device.shares)]
         numbers += [rate for rate in (device.within, device.between) if rate is not None]
         if not all(isinstance(number, int | float) and 0 < number < math.inf for number in numbers):
             raise ValueError("a rate is not a number above 0")
+        if not device.peaks.keys() <= FORMATS:  # for one that is missing, plans would take the rate of another
+            raise ValueError(f"it has rates of {', '.join(device.peaks)}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         problem = str(error).replace("\n", " ")
         raise ValueError(f"{path}: damaged ({problem}); delete it and measure again with --calibrate {name}") from None

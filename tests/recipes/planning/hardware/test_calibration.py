@@ -65,10 +65,12 @@ def test_this_machine_is_measured_and_planned_with(tmp_path, monkeypatch, capsys
     [
         ([*RECIPE, "--gpu", "mine", "--gpus", "8"], "--gpu: links within a machine were not measured; calibrate again"),
         ([*RECIPE, "--gpu", "mine", "--gpus", "2", "--machine", "1"], "between machines were not measured; give --bet"),
-        ([*RECIPE, "--gpu", "yours", "--gpus", "8"], "--gpu yours: give v100-16, .*, mine, slow; or measure"),
+        ([*RECIPE, "--gpu", "yours", "--gpus", "8"], "--gpu yours: give v100-16, .*, mine, other, slow; or measure"),
         ([*RECIPE, "--gpu", "../mine", "--gpus", "8"], "--gpu ../mine: give v100-16"),
         ([*RECIPE, "--gpu", "broken", "--gpus", "1"], "broken.json: damaged .*delete it and measure again"),
         ([*RECIPE, "--gpu", "slow", "--gpus", "1"], "slow.json: damaged .a rate is not a number above 0."),
+        ([*RECIPE, "--gpu", "other", "--gpus", "1"], "other.json: damaged .it has rates of fp32, bf17."),
+        ([*RECIPE, "--gpu", "deep", "--gpus", "1"], "deep.json: damaged .nested too deeply."),
         (["--calibrate", "h200"], "--calibrate h200: the table has a device of this name; give another one"),
         (["--calibrate", "a/b"], "--calibrate a/b: give a name of letters, digits"),
         (["--calibrate", "x", "--gpu", "h200"], "--calibrate NAME takes neither a recipe"),
@@ -79,6 +81,8 @@ def test_a_mistake_is_one_line(arguments, line, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     write_device("mine", MINE, {}, tmp_path)
     write_device("slow", dataclasses.replace(MINE, bandwidth=0.0), {}, tmp_path)
+    write_device("other", dataclasses.replace(MINE, peaks={"fp32": 1e12, "bf17": 1e13}), {}, tmp_path)
+    (tmp_path / "deep.json").write_text("[" * 200_000)
     (tmp_path / "broken.json").write_text('{"device": {"name": "x"}}')
     with pytest.raises(SystemExit) as ended:
         main([*arguments, "--devices", str(tmp_path)])
