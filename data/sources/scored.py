@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from data.aliases import InputPath
-from data.score_files import read_scores
+from data.score_files import read_scores, score_file
 from data.sources.base import Rejected, Sample
 
 
@@ -40,10 +40,14 @@ class ScoredSource:
 
         Raises:
             FileNotFoundError: the shard has not been scored.
+            ValueError: its scores are damaged, or those of other samples.
         """
         scores = read_scores(self.scores, shard, embeddings=False)
         similarities = dict(zip(scores.keys, scores.similarities.tolist(), strict=True))
+        unknown = known = 0
         for sample in self.source.read(shard):
+            known += sample.key in similarities
+            unknown += isinstance(sample, Sample) and sample.key not in similarities
             if isinstance(sample, Rejected):
                 yield sample
             elif sample.key not in similarities:
@@ -52,3 +56,6 @@ class ScoredSource:
                 yield Rejected(sample.key, "low_similarity", f"{found:.4f}")
             else:
                 yield sample
+        if unknown and similarities and not known:  # all would be left out
+            file = score_file(self.scores, shard)
+            raise ValueError(f"{file}: scores of other samples; delete it and start precompute/scores.py again")

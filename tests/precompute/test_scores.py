@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -336,6 +337,9 @@ def test_a_source_without_pairs_that_do_not_fit(job, tmp_path):
     write_scores(score_file(tmp_path, shard), found)
     rows = list(ScoredSource(source=source.source, scores=str(tmp_path), at_least=-1.0).read(shard))
     assert [row.key for row in rows if getattr(row, "detail", "") == "nan"] == [found.keys[0]]
+    write_scores(score_file(tmp_path, shard), replace(found, keys=[f"{key}_of_another" for key in found.keys]))
+    with pytest.raises(ValueError, match=f"{shard}.npz: scores of other samples; delete it"):
+        list(ScoredSource(source=source.source, scores=str(tmp_path), at_least=0.0).read(shard))
     with pytest.raises(FileNotFoundError, match="finish precompute/scores.py first"):
         list(ScoredSource(source=source.source, scores=str(root), at_least=0.0).read(shard))
     with pytest.raises(ValueError, match="source.at_least: 28; give a cosine similarity"):
