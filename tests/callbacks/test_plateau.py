@@ -57,6 +57,13 @@ def test_a_falling_loss_is_no_plateau_and_bad_batches_do_not_count():
     assert [flat.add(value) for value in values] == [False] * 7 + [True]
 
 
+@pytest.mark.parametrize("best", [0.1, 1.0, 10.0, -10.0])
+def test_the_threshold_is_a_share_of_the_lowest_mean(best):
+    for fall, lower in ((0.015, False), (0.025, True)):
+        rule = PlateauRule(window=1, patience=1, threshold=0.02, limit=1)
+        assert [rule.add(best), rule.add(best - fall * abs(best))] == [False, not lower]
+
+
 @pytest.mark.parametrize("wrong", [{"window": 0}, {"patience": 0}, {"factor": 1.0}, {"threshold": -0.1}, {"limit": -1}])
 def test_numbers_out_of_range(wrong):
     with pytest.raises(ValueError, match="plateau: "):

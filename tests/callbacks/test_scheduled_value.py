@@ -106,3 +106,16 @@ def test_a_value_that_the_model_has_not():
         ScheduledValue(task(), value="tau", start=0.0, end=1.0)
     with pytest.raises(ValueError, match="has no value `weight` to be scheduled; it has: none"):
         ScheduledValue(Task(), value="weight", start=0.0, end=1.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "start", "end", "message"),
+    [
+        ("temperature", 1.0, 0.0, "scheduled_value: end: dvae: temperature: 0.0; give a number above 0"),
+        ("temperature", -1.0, 0.1, "scheduled_value: start: dvae: temperature: -1.0; give a number above 0"),
+        ("beta", 0.0, -0.1, "scheduled_value: end: dvae: beta: -0.1; give 0 or more"),
+    ],
+)
+def test_a_value_that_the_model_cannot_train_with(value, start, end, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        ScheduledValue(task(), value=value, start=start, end=end)
