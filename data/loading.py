@@ -54,9 +54,11 @@ class Placement:
 class Loading:
     """Batches of a data set.
 
-    A trainer reads an epoch by iterating over `loader` until it ends. `len(loader)` is not always the number of its
-    batches, since some orders repeat samples so that all ranks get equally many. To resume, a trainer saves
-    `loader.state_dict()` in its checkpoint and gives it to a new loader's `load_state_dict` before the first iteration:
+    A trainer reads an epoch by iterating over `loader` until it ends, or has given `len(loader)` batches, which is not
+    always their number, since some orders repeat samples so that all ranks get equally many. It then asks for no
+    further batch of this epoch, and the next iteration may begin by ending it, without a batch. To resume, a trainer
+    saves `loader.state_dict()` in its checkpoint and gives it to a new loader's `load_state_dict` before the first
+    iteration:
 
         for batch in loading.loader:
             train(batch)
@@ -67,9 +69,9 @@ class Loading:
     Every rank calls both methods, because ranks may have to exchange their positions. The state holds JSON-compatible
     values, the same on all ranks. The position counts batches that left the loader, whatever its workers have
     prefetched. A trainer that itself takes batches from the loader before it trains on them passes the number of these:
-    `loader.state_dict(ahead=1)`. Composer calls the methods of `loader.dataset` of the same names instead, with its own
-    count of samples. The states are interchangeable: `load_state_dict` also takes what Composer's checkpoints hold
-    under `dataset_state`, `train`.
+    `loader.state_dict(ahead=1)`. If `loader.dataset` has methods of the same names, Composer calls these instead, with
+    its own count of samples. The states are interchangeable: `load_state_dict` also takes what Composer's checkpoints
+    hold under `dataset_state`, `train`.
 
     In validation all ranks have equally many batches of equal sizes, because sharded models exchange weights in each.
     Where samples therefore repeat, or blank ones are added, the batches' entry `weight` (B,) float32 says how much each

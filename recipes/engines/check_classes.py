@@ -1,4 +1,4 @@
-"""Finds callbacks and levers whose classes a run cannot use, by the classes alone."""
+"""Finds callbacks, levers, optimizers and loaders whose classes a run cannot use, by the classes alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import inspect
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
+from data.loading import Loading
 from recipes.config.build import import_builder
 from recipes.config.recipe import Recipe
 from recipes.training.callback import Callback
@@ -50,6 +52,26 @@ def check_step(optimizer: torch.optim.Optimizer) -> None:
             f"optimizer: {kind.__name__}.step ({kind.__module__}) takes no closure; define step(self, closure=None), "
             "which need not call it"
         ) from None
+
+
+def check_loader(loading: Loading, name: str, engine: str) -> None:
+    """
+    Args:
+        loading: training batches.
+        name: of their component.
+        engine: of the run. Composer can also read batches again up to those that it had, of a loader without a state.
+
+    Raises:
+        ValueError: the loader is no DataLoader, or checkpoints could not hold its position.
+    """
+    loader = loading.loader
+    if not isinstance(loader, DataLoader):
+        raise ValueError(f"data: the loader of {name} is an instance of {type(loader).__name__}; give a DataLoader")
+    if engine == "lightning" and not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
+        raise ValueError(
+            f"data: the loader of {name} has no state_dict and load_state_dict, which checkpoints need; define them in "
+            "a subclass of DataLoader (data/loading.py)"
+        )
 
 
 def _is_called(kind: type) -> bool:

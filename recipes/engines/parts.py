@@ -34,7 +34,7 @@ from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradSca
 from recipes.algorithms.tensor_parallel.lever import TensorParallel
 from recipes.config.build import build, build_on_meta, encoders_of
 from recipes.config.recipe import Recipe, Training
-from recipes.engines.check_classes import check_classes, check_step
+from recipes.engines.check_classes import check_classes, check_loader, check_step
 from recipes.engines.first_weights import new_task, started_from
 from recipes.engines.logs.loggers import Opener
 from recipes.engines.logs.tracking import tracked_run
@@ -166,6 +166,7 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
     )
     requirements = task.requirements()
     data: Loading = build(recipe.data, placement=load(training=True), requirements=requirements)
+    check_loader(data, recipe.data.name, engine)
     evals = {
         label: build(component, placement=load(training=False), requirements=requirements)
         for label, component in recipe.evals.items()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from composer import Callback, DataSpec, Evaluator, Event, State, Trainer
+from composer import Callback, Evaluator, Event, State, Trainer
 from composer.distributed import prepare_distributed
 from composer.loggers import Logger
 from composer.trainer import trainer as composer_trainer
@@ -21,7 +21,6 @@ from composer.utils.compression import is_compressed_pt
 from composer.utils.file_helpers import is_tar
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from data.loading import Loading
 from data.remote.stores import scheme_of
 from data.system.log import log
 from recipes.config.recipe import Recipe
@@ -36,6 +35,7 @@ from recipes.engines.checkpoints.plain_pickles import load_plain, plain_pickles
 from recipes.engines.checkpoints.same_model import saved_in
 from recipes.engines.composer.adapters import RunLevers, as_algorithms, callbacks_of, run_callback
 from recipes.engines.composer.checkpoints import EndIfAsked, SaveEarly, WholeCheckpoints
+from recipes.engines.composer.data import data_spec
 from recipes.engines.composer.generators import Generators
 from recipes.engines.composer.intervals import CHECKPOINT, at_intervals
 from recipes.engines.composer.load_planner import LoadPlanner, Sharded
@@ -54,7 +54,6 @@ from recipes.planning.run_summary import opening
 from recipes.training.callback import is_complete
 from recipes.training.checkpoint_names import KINDS, has_checkpoints
 from recipes.training.hooks import Hooks, by_names_of_states
-from recipes.training.microbatches import samples_of, split
 from recipes.training.ranks import by_first_rank, from_first_rank
 
 
@@ -247,14 +246,16 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts, optimizer: torch.opt
         saver = WholeCheckpoints(files, at_intervals(checkpoints.every, CHECKPOINT), run)
     callbacks = by_names_of_states(parts.callbacks.items())
     planner = LoadPlanner(parts.task)
+    # Composer would look for the size in the loader, and one with a sampler of batches has none.
+    microbatch = parts.microbatch or recipe.training.device_batch(dist.get_world_size())
     trainer = StepTrainer(
         model=ComposerTask(parts.task, run.autocast),
-        train_dataloader=data_spec(parts.data, parts.copies),
+        train_dataloader=data_spec(parts.data, parts.copies, training=True),
         eval_dataloader=[
             Evaluator(
                 label=label,
-                dataloader=data_spec(loading, parts.copies),
-                device_eval_microbatch_size=parts.microbatch,
+                dataloader=data_spec(loading, parts.copies, training=False),
+                device_eval_microbatch_size=microbatch,
             )
             for label, loading in parts.evals.items()
         ],
@@ -280,7 +281,7 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts, optimizer: torch.opt
         autoresume=checkpoints.resumes,
         device="gpu" if place.use_gpu else "cpu",
         precision=place.precision if place.use_gpu else "fp32",  # see `ComposerRun.use_precision`
-        device_train_microbatch_size=parts.microbatch,
+        device_train_microbatch_size=microbatch,
         seed=recipe.seed,
         dist_timeout=LIMIT,
     )
@@ -341,18 +342,3 @@ def fsdp_config(recipe: Recipe, start: Path | None, planner: LoadPlanner) -> FSD
         return FSDP2Config(state_dict_type="full")
     form = fsdp.checkpoints if start is None else "sharded" if start.is_dir() else "full"
     return Sharded(reshard_after_forward=fsdp.strategy == "FULL_SHARD", state_dict_type=form, planner=planner)
-
-
-def data_spec(loading: Loading, copies: int = 1) -> DataSpec:
-    """A loader as Composer takes it.
-
-    Args:
-        loading: batches.
-        copies: number of ranks that compute the same samples, each of which counts a share of them.
-    """
-    return DataSpec(
-        loading.loader,
-        microbatch_transforms=loading.on_device,
-        split_batch=split,
-        get_num_samples_in_batch=samples_of if copies == 1 else lambda batch: samples_of(batch) / copies,
-    )

@@ -1,0 +1,97 @@
+"""Loaders of one's own, by the interface of `data.loading.Loading` alone, in both engines."""
+
+import importlib
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from data.loading import Loading
+from recipes.engines.check_classes import check_loader
+from recipes.training.callback import Callback
+
+SAMPLES, BATCH = 24, 8
+
+
+class Loader(DataLoader):
+    """Epochs of samples with an index, in batches of a sampler; it ends an epoch when it is asked for one more."""
+
+    def __init__(self, sample):
+        self.epoch = self.done = 0
+        samples = [sample | {"number": torch.tensor(number)} for number in range(SAMPLES)]
+        super().__init__(samples, batch_sampler=self.order(), generator=torch.Generator())
+
+    def order(self):
+        loader = self
+
+        class Order:
+            def __len__(self):
+                return SAMPLES // BATCH
+
+            def __iter__(self):
+                yield from expected(loader.epoch)[loader.done :]
+
+        return Order()
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            self.done += 1
+            yield batch
+        self.epoch, self.done = self.epoch + 1, 0
+
+    def state_dict(self, ahead=0):
+        return {"epoch": self.epoch, "done": self.done - ahead}
+
+    def load_state_dict(self, state):
+        self.epoch, self.done = state["epoch"], state["done"]
+
+
+def expected(epoch):
+    """The numbers of the samples of each batch."""
+    order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(epoch))
+    return [numbers.tolist() for numbers in order.split(BATCH)]
+
+
+class Numbers(Callback):
+    def __init__(self):
+        self.found = []
+
+    def batch_start(self, run):
+        self.found.append((run.clock.epoch, run.batch["number"].tolist()))
+
+
+@pytest.mark.parametrize("engine", ["composer", "lightning"])
+def test_a_loader_of_ones_own_goes_on_in_its_order(quick_recipe, tmp_path, engine):
+    """With Composer it went on from the beginning of its data, and each epoch was counted twice."""
+    numbers = Numbers()
+
+    def change(parts):
+        batch = next(iter(parts.data.loader))
+        parts.end_workers()
+        sample = {name: tensor[0] for name, tensor in batch.items()}
+        parts.data = replace(parts.data, loader=Loader(sample), samples=SAMPLES)
+        val = DataLoader([sample] * 4, batch_sampler=[[0, 1], [2, 3]], generator=torch.Generator())
+        parts.evals = {"val": replace(parts.data, loader=val)}
+        parts.callbacks["numbers"] = numbers
+
+    train = importlib.import_module(f"recipes.engines.{engine}.trainer")
+    for duration in ("5ba", "6ba", "8ba"):  # the second ends with an epoch
+        settings = f"training={{engine: {engine}, global_batch: {BATCH}, microbatch: null, duration: {duration}}}"
+        recipe = quick_recipe(tmp_path, settings, "checkpoints.autoresume=true")
+        training = train.build_trainer(recipe, change=change)
+        training.fit()
+        training.close()
+    assert numbers.found == [(number // 3, expected(number // 3)[number % 3]) for number in range(8)]
+
+
+def test_a_loader_that_a_run_could_not_use_is_refused_at_the_start():
+    """It was an error of Python, with Lightning only when the first checkpoint was due."""
+    plain = DataLoader([1, 2])
+    check_loader(Loading(plain), "my.data", "composer")
+    with pytest.raises(ValueError, match=r"^data: the loader of my.data has no state_dict and load_state_dict, which"):
+        check_loader(Loading(plain), "my.data", "lightning")
+    for engine in ("composer", "lightning"):
+        with pytest.raises(ValueError, match=r"^data: the loader of my.data is an instance of list; give a DataLoader"):
+            check_loader(Loading([1, 2]), "my.data", engine)
+        check_loader(Loading(Loader({})), "my.data", engine)
