@@ -140,6 +140,8 @@ def user_errors() -> Iterator[None]:
         if (error.strerror or "").startswith("No usable temporary directory"):
             fail([f"{error.strerror}: set TMPDIR to a folder that can be written"])
         of_system = error.filename is not None
+        if error.errno is not None and not of_system:  # such as the socket of a worker process that has ended
+            raise
         fail([f"{os.fspath(error.filename)}: there is no such file or folder" if of_system else str(error)])
     except WrongResult as error:
         fail([error.line])  # of worker processes, too

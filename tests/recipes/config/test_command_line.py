@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import socket
 import subprocess
 import sys
 import tempfile
@@ -202,6 +203,9 @@ def test_errors_that_a_user_can_mend_have_no_traceback(tmp_path, capsys):
 
     with pytest.raises(ValueError, match="unpack"), user_errors():  # which says nothing without its line
         one, other = "abc"
+
+    with pytest.raises(FileNotFoundError), user_errors(), socket.socket(socket.AF_UNIX) as own:
+        own.connect(str(tmp_path / "gone"))  # as of a worker process that has ended: the error names no file
 
     with pytest.raises(BrokenPipeError), user_errors():
         raise BrokenPipeError(32, "Broken pipe")
