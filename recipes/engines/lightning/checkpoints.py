@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -143,7 +144,8 @@ class Checkpoints:
         options = StateDictOptions(full_state_dict=not self.path.is_dir())
         set_model_state_dict(run.task, state["weights"], options=options)
         add_empty(state["optimizer"])
-        if not any(state["optimizer"]["state"].values()):  # PyTorch looks for the device of full ones
+        moments = (value for values in state["optimizer"]["state"].values() for value in values.values())
+        if not any(isinstance(value, Tensor) for value in moments):  # PyTorch looks for the device of full ones
             options = StateDictOptions()
         set_optimizer_state_dict(run.task, run.optimizer, state["optimizer"], options=options)
         copy_moments(run.optimizer)

@@ -42,6 +42,15 @@ class Counter(Lever):
         self.value = state["value"]
 
 
+class Counting(torch.optim.SGD):
+    """An optimizer whose state has no tensor."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                self.state[parameter]["steps"] = self.state[parameter].get("steps", 0) + 1
+
+
 class Batches:
     """A position in data."""
 
@@ -55,7 +64,7 @@ class Batches:
         self.position = state["position"]
 
 
-def new_checkpoints(output, lever=None, fsdp=None, **settings):
+def new_checkpoints(output, lever=None, fsdp=None, optimizer=torch.optim.AdamW, **settings):
     """Checkpoints of a linear layer that was trained for a step."""
     task = nn.Linear(2, 2)
     run = LightningRun(
@@ -67,7 +76,7 @@ def new_checkpoints(output, lever=None, fsdp=None, **settings):
         microbatch=None,
         loggers=RunLoggers([]),
     )
-    optimizer = torch.optim.AdamW(task.parameters(), lr=0.1)
+    optimizer = optimizer(task.parameters(), lr=0.1)
     run.set_optimizer(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.5))
     task(torch.ones(1, 2)).sum().backward()
     optimizer.step()
@@ -120,6 +129,18 @@ def test_a_run_goes_on_without_moments_of_parameters_that_had_no_gradient(tmp_pa
         for moment in ("exp_avg", "exp_avg_sq"):
             zeros = torch.zeros_like(getattr(again.task, name))
             assert torch.equal(state.get(moment, zeros), expected.get(moment, zeros))
+
+
+@pytest.mark.parametrize("fsdp", [None, FSDP(checkpoints="sharded")], ids=["full", "sharded"])
+def test_a_run_goes_on_with_an_optimizer_that_keeps_numbers_alone(tmp_path, fsdp):
+    """Of a full checkpoint PyTorch looked for the device of its tensors, and failed."""
+
+    first, run, _ = new_checkpoints(tmp_path, fsdp=fsdp, optimizer=Counting)
+    run.optimizer.step()
+    save_at(first, run, 1)
+    again, run, _ = new_checkpoints(tmp_path, fsdp=fsdp, optimizer=Counting)
+    again.load()
+    assert list(run.optimizer.state.values()) == [{"steps": 2}] * 2
 
 
 @pytest.mark.parametrize("fsdp", [None, FSDP(checkpoints="sharded")], ids=["full", "sharded"])
