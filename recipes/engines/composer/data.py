@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,25 +20,25 @@ class LoaderAsDataset(IterableDataset):
     beginning; and it refuses to divide data sets with an index over ranks, which the loader has done.
     """
 
-    def __init__(self, loader: DataLoader) -> None:
+    def __init__(self, loader: DataLoader, batch_in_epoch: Callable[[], int]) -> None:
         """
         Args:
             loader: see `Loading`; in training with `state_dict` and `load_state_dict`.
+            batch_in_epoch: returns how many batches of the present epoch Composer has counted.
         """
         self._loader = loader
-        self._resumed = False
+        self._batch_in_epoch = batch_in_epoch
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Batch]:
-        batches, resumed = 0, self._resumed
-        self._resumed = False
+        batches = 0
         for batches, batch in enumerate(self._loader, 1):  # noqa: B007
             yield batch
         # Composer takes as many batches as the length says. A loader that ends its epoch after the last one does so at
-        # the next call, which is an empty epoch only where the checkpoint was written at the end of one.
-        if not batches and not resumed:
+        # the next call, or when the run resumes, and Composer would count an epoch that it has counted before.
+        if not batches and not self._batch_in_epoch():
             yield from self._loader
 
     def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
@@ -47,23 +47,26 @@ class LoaderAsDataset(IterableDataset):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._loader.load_state_dict(state)
-        self._resumed = True
 
 
-def data_spec(loading: Loading, copies: int = 1, *, training: bool) -> DataSpec:
+def data_spec(loading: Loading, copies: int = 1, batch_in_epoch: Callable[[], int] | None = None) -> DataSpec:
     """A loader as Composer takes it.
 
     Args:
         loading: batches.
         copies: number of ranks that compute the same samples, each of which counts a share of them.
-        training: whether its position is kept in checkpoints.
+        batch_in_epoch: see `LoaderAsDataset`; None: of a validation set, whose position no checkpoint keeps.
     """
     loader = loading.loader
     dataset = loader.dataset
-    kept = not hasattr(loader, "state_dict") or hasattr(dataset, "state_dict")
-    if not (kept if training else isinstance(dataset, IterableDataset)):
+    if batch_in_epoch is None:
+        is_composers = isinstance(dataset, IterableDataset)
+    else:
+        is_composers = hasattr(dataset, "state_dict") or not hasattr(loader, "state_dict")
+    if not is_composers:
         # With a generator of its own, as each iterator draws a number.
-        loader = DataLoader(LoaderAsDataset(loader), batch_size=None, generator=torch.Generator())
+        batches = LoaderAsDataset(loader, batch_in_epoch or (lambda: 0))
+        loader = DataLoader(batches, batch_size=None, generator=torch.Generator())
     return DataSpec(
         loader,
         microbatch_transforms=loading.on_device,

@@ -250,11 +250,11 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts, optimizer: torch.opt
     microbatch = parts.microbatch or recipe.training.device_batch(dist.get_world_size())
     trainer = StepTrainer(
         model=ComposerTask(parts.task, run.autocast),
-        train_dataloader=data_spec(parts.data, parts.copies, training=True),
+        train_dataloader=data_spec(parts.data, parts.copies, lambda: trainer.state.timestamp.batch_in_epoch.value),
         eval_dataloader=[
             Evaluator(
                 label=label,
-                dataloader=data_spec(loading, parts.copies, training=False),
+                dataloader=data_spec(loading, parts.copies),
                 device_eval_microbatch_size=microbatch,
             )
             for label, loading in parts.evals.items()
