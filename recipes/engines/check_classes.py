@@ -54,20 +54,22 @@ def check_step(optimizer: torch.optim.Optimizer) -> None:
         ) from None
 
 
-def check_loader(loading: Loading, name: str, engine: str) -> None:
+def check_loader(loading: Loading, recipe: Recipe, engine: str) -> None:
     """
     Args:
         loading: training batches.
-        name: of their component.
+        recipe: of the run.
         engine: of the run. Composer can also read batches again up to those that it had, of a loader without a state.
 
     Raises:
         ValueError: the loader is no DataLoader, or checkpoints could not hold its position.
     """
+    name, checkpoints = recipe.data.name, recipe.checkpoints
     loader = loading.loader
     if not isinstance(loader, DataLoader):
         raise ValueError(f"data: the loader of {name} is an instance of {type(loader).__name__}; give a DataLoader")
-    if engine == "lightning" and not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
+    kept = engine == "lightning" and (checkpoints.save or checkpoints.load_path is not None)
+    if kept and not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
         raise ValueError(
             f"data: the loader of {name} has no state_dict and load_state_dict, which checkpoints need; define them in "
             "a subclass of DataLoader (data/loading.py)"

@@ -166,7 +166,7 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
     )
     requirements = task.requirements()
     data: Loading = build(recipe.data, placement=load(training=True), requirements=requirements)
-    check_loader(data, recipe.data.name, engine)
+    check_loader(data, recipe, engine)
     evals = {
         label: build(component, placement=load(training=False), requirements=requirements)
         for label, component in recipe.evals.items()

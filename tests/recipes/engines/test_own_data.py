@@ -2,6 +2,7 @@
 
 import importlib
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,11 +90,18 @@ def test_a_loader_of_ones_own_goes_on_in_its_order(quick_recipe, tmp_path, engin
 
 def test_a_loader_that_a_run_could_not_use_is_refused_at_the_start():
     """It was an error of Python, with Lightning only when the first checkpoint was due."""
-    plain = DataLoader([1, 2])
-    check_loader(Loading(plain), "my.data", "composer")
-    with pytest.raises(ValueError, match=r"^data: the loader of my.data has no state_dict and load_state_dict, which"):
-        check_loader(Loading(plain), "my.data", "lightning")
+    plain, saves = DataLoader([1, 2]), SimpleNamespace(save=True, load_path=None)
+    recipe = SimpleNamespace(data=SimpleNamespace(name="my.data"), checkpoints=saves)
+    check_loader(Loading(plain), recipe, "composer")
+    refused = r"^data: the loader of my.data has no state_dict and load_state_dict, which"
+    with pytest.raises(ValueError, match=refused):
+        check_loader(Loading(plain), recipe, "lightning")
     for engine in ("composer", "lightning"):
         with pytest.raises(ValueError, match=r"^data: the loader of my.data is an instance of list; give a DataLoader"):
-            check_loader(Loading([1, 2]), "my.data", engine)
-        check_loader(Loading(Loader({})), "my.data", engine)
+            check_loader(Loading([1, 2]), recipe, engine)
+        check_loader(Loading(Loader({})), recipe, engine)
+    recipe.checkpoints.save = False  # and nothing is read
+    check_loader(Loading(plain), recipe, "lightning")
+    recipe.checkpoints.load_path = "checkpoint"
+    with pytest.raises(ValueError, match=refused):
+        check_loader(Loading(plain), recipe, "lightning")
