@@ -36,7 +36,7 @@ from data.encoded.sets import local_set
 from data.encoded.text_manifest import TextManifest
 from data.loading import Batch, Loading, Placement, end_idle_workers
 from data.texts import texts
-from data.tokenizers.vocabulary_files import VOCABULARY
+from data.tokenizers.vocabulary_files import VOCABULARY, VocabularyFile
 
 ROWS = 385  # per file: 64 MiB of latents and text embeddings at 256
 POSITIONS, TOKENS = 1, 512
@@ -59,7 +59,7 @@ def write_set(folder: Path, samples: int) -> int:
     TextManifest(
         positions=POSITIONS,
         vocabulary=TOKENS,
-        vocabulary_hash="",
+        vocabulary_hash=VocabularyFile.read(folder / VOCABULARY).sha256,
         samples=ROWS * len(names),
         texts=len(names),
         left_out=0,
