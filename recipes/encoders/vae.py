@@ -182,6 +182,7 @@ class KLVae(LatentEncoder):
         without them, as those of Stable Diffusion 3 and FLUX, gets convolutions that change nothing else.
         """
         vae = copy.deepcopy(self._network(exact=True)[0]).cpu().to(memory_format=torch.contiguous_format)
+        vae.register_to_config(_name_or_path="")  # diffusers would write the folder on this machine
         if self.shift_factor:
             for name, channels in (("quant_conv", 2 * self.channels), ("post_quant_conv", self.channels)):
                 if getattr(vae, name) is None:

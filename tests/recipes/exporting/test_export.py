@@ -80,6 +80,8 @@ def test_a_trained_run_draws_the_same_pictures_in_diffusers(exported, tmp_path, 
         written = load_file(tmp_path / folder / "unet" / "diffusion_pytorch_model.safetensors")
         assert written.keys() == known.keys() and all(torch.equal(written[name], known[name]) for name in known)
     assert not list(tmp_path.glob(".*"))
+    configs = [file.read_text() for file in (tmp_path / "out").rglob("*.json")]
+    assert len(configs) > 5 and not any(str(tmp_path) in text for text in configs)  # who gets it learns no folder
 
 
 @pytest.mark.parametrize(
