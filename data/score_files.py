@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from data.system.arrays import damage_named
 from data.system.files import atomic_write, read_object
-from data.system.memory import NotEnoughMemory, memory_to_read
 
 FOLDER, FACTS, SUMMARY = "scores", "facts.json", "summary.json"
 
@@ -60,23 +60,22 @@ def read_scores(folder: Path, shard: str, embeddings: bool = True) -> ShardScore
 
     Raises:
         FileNotFoundError: there are none.
+        OSError: of the disk, as where a mount is lost.
         ValueError: the file is damaged.
     """
     file = score_file(folder, shard)
     if not file.is_file():
         raise FileNotFoundError(f"no file {file}; finish precompute/scores.py first")
-    try:
-        with memory_to_read(file, file.stat().st_size), np.load(file, allow_pickle=False) as arrays:
-            found = arrays["embeddings"] if embeddings else np.empty((0, 0), np.float16)
-            scores = ShardScores(json.loads(str(arrays["keys"])), found, arrays["similarities"])
+    with (
+        damage_named(file, "delete it and start precompute/scores.py again"),
+        np.load(file, allow_pickle=False) as arrays,
+    ):
+        found = arrays["embeddings"] if embeddings else np.empty((0, 0), np.float16)
+        scores = ShardScores(json.loads(str(arrays["keys"])), found, arrays["similarities"])
         if len({len(scores.keys), *scores.similarities.shape, *([len(found)] if embeddings else [])}) > 1:
             raise ValueError("columns of different lengths")
         if not all(isinstance(key, str) for key in scores.keys) or scores.similarities.dtype.kind != "f":
             raise ValueError("keys that are no texts, or similarities that are no numbers")
-    except NotEnoughMemory:
-        raise
-    except Exception as error:  # zipfile and NumPy raise many kinds
-        raise ValueError(f"{file}: damaged ({error}); delete it and start precompute/scores.py again") from None
     return scores
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
+from data.system.disk_errors import ADVICE
 from data.system.errors import one_line
 from data.system.memory import NotEnoughMemory, memory_to_read
 
@@ -35,3 +38,30 @@ def read_matrix(file: Path, shape: tuple[int, int] | None = None, advice: str = 
         raise
     except Exception as error:  # on damaged bytes, NumPy raises nearly anything
         raise ValueError(f"{file}: not readable as an array of NumPy ({one_line(error)}); {advice}") from None
+
+
+@contextmanager
+def damage_named(file: Path, advice: str) -> Iterator[None]:
+    """A context in which a file of NumPy is read, whose damage is one line. Errors of the disk and of memory pass, as
+    the file may be whole.
+
+    Args:
+        file: its path.
+        advice: what to do with a damaged file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        NotEnoughMemory: it does not fit into what is left.
+        OSError: of the disk; it names the file.
+        ValueError: it is damaged.
+    """
+    try:
+        with memory_to_read(file, file.stat().st_size):
+            yield
+    except (FileNotFoundError, NotEnoughMemory):
+        raise
+    except Exception as error:  # zipfile and NumPy raise many kinds
+        if isinstance(error, OSError) and error.errno in ADVICE:
+            error.filename = error.filename or str(file)
+            raise
+        raise ValueError(f"{file}: damaged ({one_line(error)}); {advice}") from None

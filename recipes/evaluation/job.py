@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from data.system.errors import one_line
+from data.system.arrays import damage_named
 from data.system.files import atomic_write
 from data.system.log import log
 from data.system.ranks import Rank
@@ -171,12 +171,16 @@ class Job:
 
     def collect(self, variant: Variant) -> dict[int, dict[str, np.ndarray]]:
         """A variant's arrays over all captions, by radius or size of the pool. Waits for chunks of other ranks. Raises
-        ValueError, as `_read`."""
+        ValueError if the file of a chunk is damaged."""
         parts = []
         for start in range(0, len(self.captions), self.config.chunk):
             file = self.file(variant, start)
             self._wait(file)
-            parts.append(_read(file))
+            with (
+                damage_named(file, "delete it and start the same command again"),
+                np.load(file, allow_pickle=False) as arrays,
+            ):
+                parts.append(dict(arrays))
         found: dict[int, dict[str, np.ndarray]] = {}
         for name in parts[0]:
             kind, _, label = name.rpartition("_")
@@ -196,20 +200,6 @@ class Job:
                 waited = 0.0
             time.sleep(POLL)
             waited += POLL
-
-
-def _read(file: Path) -> dict[str, np.ndarray]:
-    """
-    Raises:
-        ValueError: the file of a chunk is damaged.
-    """
-    try:
-        with np.load(file, allow_pickle=False) as arrays:
-            return dict(arrays)
-    except MemoryError:
-        raise
-    except Exception as error:  # zipfile and NumPy raise many kinds
-        raise ValueError(f"{file}: damaged ({one_line(error)}); delete it and start the same command again") from None
 
 
 @contextmanager

@@ -1,8 +1,10 @@
 """The work of an evaluation gives the same numbers whoever does it, and is done once."""
 
+import errno
 import zlib
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -115,6 +117,17 @@ def test_a_damaged_chunk_is_named(job, change):
     file.unlink()
     done.run(Rank())
     assert collected(done)
+
+
+def test_a_chunk_that_the_disk_does_not_give_is_not_said_to_be_damaged(job, monkeypatch):
+    """Its user would delete what took hours to compute."""
+    done = job()
+    done.run(Rank())
+    monkeypatch.setattr(np, "load", Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
+    with pytest.raises(OSError, match="Stale file handle") as error:
+        collected(done)
+    assert error.value.filename == str(done.file(variants(done.config)[0], 0))
+
 
 
 def test_null_is_the_default_of_an_option(job):
