@@ -6,13 +6,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from safetensors.torch import save_file
 from torch import nn
 
 from data.system.files import write_json
 from recipes.models.task import Task
 from recipes.models.tensor_plan import TensorPlan
-from recipes.models.weights import Upgrade, check_config, load_safetensors, open_network, read_safetensors
+from recipes.models.weights import (
+    Upgrade,
+    check_config,
+    load_safetensors,
+    open_network,
+    read_safetensors,
+    save_safetensors,
+)
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 FOLDER, FOLDER_AVERAGE = "transformer", "transformer_ema"  # of a transformer in an export, and of its average
@@ -29,7 +35,7 @@ def save_network(folder: Path, network: nn.Module, sizes: dict[str, Any], weight
         weights: name of the file of its weights.
     """
     save_sizes(folder, sizes)
-    save_file({name: tensor.contiguous() for name, tensor in network.state_dict().items()}, folder / weights)
+    save_safetensors(network.state_dict(), folder / weights)
 
 
 def save_sizes(folder: Path, sizes: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from data.system.errors import first_line
@@ -20,6 +20,12 @@ from recipes.models.config_files import build_from, read_object
 
 Upgrade = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 Network = TypeVar("Network", bound=nn.Module)
+
+
+def save_safetensors(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """Write a state dict, of which channels_last may have changed the memory format: safetensors takes only contiguous
+    tensors."""
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
 
 
 def load_safetensors(module: nn.Module, file: Path, upgrade: Upgrade | None = None) -> None:

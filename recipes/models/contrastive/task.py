@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from data.loading import WEIGHT
@@ -18,7 +17,7 @@ from recipes.models.autocast import without_autocast
 from recipes.models.config_files import read_object
 from recipes.models.kl_autoencoder.task import to_signed
 from recipes.models.task import Task
-from recipes.models.weights import check_config, load_safetensors
+from recipes.models.weights import check_config, load_safetensors, save_safetensors
 
 CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
 SCALE = "logit_scale"  # in files of open_clip: the logarithm, a scalar
@@ -186,9 +185,8 @@ class ContrastiveText(Task):
         config = {"model_cfg": self.config, "preprocess_cfg": {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}}
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
-        tensors = {name: tensor.contiguous() for name, tensor in self.network.state_dict().items()}
-        tensors[SCALE] = self.logit_scale.log.detach().reshape(())
-        save_file(tensors, folder / WEIGHTS)
+        scale = {SCALE: self.logit_scale.log.detach().reshape(())}
+        save_safetensors(self.network.state_dict() | scale, folder / WEIGHTS)
 
     def load_export(self, folder: Path) -> None:
         """See `Task.load_export`."""

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from recipes.models.config_files import build_from
 from recipes.models.dvae.network import DVAE
-from recipes.models.weights import load_tensors, read_tensors
+from recipes.models.weights import load_tensors, read_tensors, save_safetensors
 
 KIND = "dvae"
 CONFIG = "config.json"
@@ -37,8 +36,7 @@ def save_dvae(network: DVAE, folder: Path) -> None:
     """Write config.json (the sizes), encoder.safetensors and decoder.safetensors, with the public release's names."""
     folder.mkdir(parents=True, exist_ok=True)
     for part in ("encoder", "decoder"):
-        tensors = {name: tensor.contiguous() for name, tensor in getattr(network, part).state_dict().items()}
-        save_file(tensors, folder / f"{part}.safetensors")
+        save_safetensors(getattr(network, part).state_dict(), folder / f"{part}.safetensors")
     (folder / CONFIG).write_text(json.dumps({"kind": KIND, **network.sizes}, indent=2), encoding="utf-8")
 
 

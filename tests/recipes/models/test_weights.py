@@ -15,7 +15,7 @@ from recipes.models.language.task import Language
 from recipes.models.latent_diffusion.dit import DiT
 from recipes.models.latent_diffusion.rectified_flow import RectifiedFlow
 from recipes.models.latent_diffusion.task import LatentDiffusion
-from recipes.models.weights import load_diffusers, load_safetensors
+from recipes.models.weights import load_diffusers, load_safetensors, save_safetensors
 
 
 @pytest.fixture
@@ -39,6 +39,15 @@ def test_all_tensors_are_taken(network, save):
     file = save(**{"1_weight": torch.full((1, 2), 7.0)})
     load_safetensors(network, file)
     assert network[1].weight.tolist() == [[7.0, 7.0]]
+
+
+def test_weights_in_channels_last_are_written(tmp_path):
+    network = nn.Conv2d(3, 2, 3).to(memory_format=torch.channels_last)
+    assert not network.weight.is_contiguous()
+    save_safetensors(network.state_dict(), tmp_path / "weights.safetensors")
+    other = nn.Conv2d(3, 2, 3)
+    load_safetensors(other, tmp_path / "weights.safetensors")
+    assert torch.equal(other.weight, network.weight) and torch.equal(other.bias, network.bias)
 
 
 @pytest.mark.parametrize(
