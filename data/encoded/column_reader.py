@@ -18,13 +18,14 @@ from streaming.base.format.mds.encodings import get_mds_encoded_size
 from streaming.base.format.mds.reader import MDSReader
 from streaming.base.hashing import get_hash
 
+from data.system.disk_errors import disk_error, disk_line
 from data.system.errors import WorkersError
 from data.system.memory import MEMORY
 from data.system.side_by_side import side_by_side
 
 
 class DamagedError(WorkersError, ValueError):
-    """A file of a set is damaged, or a sample in it is."""
+    """A file of a set is damaged, or a sample in it is; or the disk does not give it."""
 
 
 @dataclass(frozen=True)
@@ -151,17 +152,24 @@ class ColumnReader(MDSReader):
 
         Raises:
             FileNotFoundError: the shard is not on this disk (any more).
-            DamagedError: the sample is damaged, or the file is (see `check_with`).
+            DamagedError: the sample is damaged, or the file is (see `check_with`), or the disk does not give it.
         """
-        if self._check is not None:
-            self._compare_hash()
         try:
+            if self._check is not None:
+                self._compare_hash()
             return self.decode_sample(self.get_sample_data(idx))
+        except DamagedError:
+            raise
         except ValueError as error:
             raise DamagedError(
                 f"{self.path}: sample {idx} is damaged ({error}); delete the file if it is a copy that is fetched "
                 "again, or encode the set again"
             ) from None
+        except OSError as error:
+            error.filename = error.filename or self.path  # a failed read names no file
+            if disk_error(error) is None:
+                raise
+            raise DamagedError(disk_line(error)) from None  # an OSError of a worker process would lose its number
 
     def get_sample_data(self, idx: int) -> bytes:
         """The bytes of a sample. Where it lies is compared with the file's size before anything is read.

@@ -13,41 +13,15 @@ from data.system.errors import one_line
 from data.system.memory import NotEnoughMemory, memory_to_read
 
 
-def read_matrix(file: Path, shape: tuple[int, int] | None = None, advice: str = "copy it again") -> np.ndarray:
-    """Reads a .npy file of numbers in two dimensions.
-
-    Args:
-        file: its path.
-        shape: of the array; None: any.
-        advice: what to do with a file that is not such an array.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is not such an array; its header may claim more than the file holds, or less.
-    """
-    try:
-        with memory_to_read(file, file.stat().st_size):
-            array = np.load(file, mmap_mode="r", allow_pickle=False)  # compares the sizes before it takes memory
-            fits = isinstance(array, np.ndarray) and (array.ndim == 2 if shape is None else array.shape == shape)
-            if not fits or array.dtype.kind not in "iuf":
-                raise ValueError("expected {} x {} numbers".format(*("any", "any") if shape is None else shape))
-            if (end := array.offset + array.nbytes) != file.stat().st_size:  # as where ends of lines were converted
-                raise ValueError(f"{file.stat().st_size} bytes instead of {end}")
-            return np.array(array)
-    except (FileNotFoundError, NotEnoughMemory):
-        raise
-    except Exception as error:  # on damaged bytes, NumPy raises nearly anything
-        raise ValueError(f"{file}: not readable as an array of NumPy ({one_line(error)}); {advice}") from None
-
-
 @contextmanager
-def damage_named(file: Path, advice: str) -> Iterator[None]:
+def damage_named(file: Path, advice: str, what: str = "damaged") -> Iterator[None]:
     """A context in which a file of NumPy is read, whose damage is one line. Errors of the disk and of memory pass, as
     the file may be whole.
 
     Args:
         file: its path.
         advice: what to do with a damaged file.
+        what: the damage, for the line.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -64,4 +38,22 @@ def damage_named(file: Path, advice: str) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno in ADVICE:
             error.filename = error.filename or str(file)
             raise
-        raise ValueError(f"{file}: damaged ({one_line(error)}); {advice}") from None
+        raise ValueError(f"{file}: {what} ({one_line(error)}); {advice}") from None
+
+
+def read_matrix(file: Path, shape: tuple[int, int] | None = None, advice: str = "copy it again") -> np.ndarray:
+    """Reads a .npy file of numbers in two dimensions. Errors as of `damage_named`.
+
+    Args:
+        file: its path.
+        shape: of the array; None: any. Its header may claim more than the file holds, or less.
+        advice: what to do with a file that is not such an array.
+    """
+    with damage_named(file, advice, "not readable as an array of NumPy"):
+        array = np.load(file, mmap_mode="r", allow_pickle=False)  # compares the sizes before it takes memory
+        fits = isinstance(array, np.ndarray) and (array.ndim == 2 if shape is None else array.shape == shape)
+        if not fits or array.dtype.kind not in "iuf":
+            raise ValueError("expected {} x {} numbers".format(*("any", "any") if shape is None else shape))
+        if (end := array.offset + array.nbytes) != file.stat().st_size:  # as where ends of lines were converted
+            raise ValueError(f"{file.stat().st_size} bytes instead of {end}")
+        return np.array(array)

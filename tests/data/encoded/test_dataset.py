@@ -1,6 +1,7 @@
 """Batches of latents, against streaming's own decoding and torch's own collation; position and errors."""
 
 import contextlib
+import errno
 import gc
 import itertools
 import json
@@ -16,6 +17,7 @@ import torch
 from streaming import Stream, StreamingDataset
 from torch.utils.data import DataLoader
 
+from data.encoded.column_reader import ColumnReader
 from data.encoded.dataset import (
     LONGEST_WAIT,
     EncodedDataset,
@@ -359,6 +361,17 @@ def test_a_cut_shard_is_an_error(tmp_path, plain, workers):
     with pytest.raises(ValueError, match=r"shard.00002.mds.*; copy or make the set again$"):
         list(make_loader(True, fast, workers))
     assert set(multiprocessing.active_children()) <= before
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_shard_that_the_disk_does_not_give_is_one_line(tmp_path, plain, workers, monkeypatch):
+    def lost(reader, number):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))  # of a read, whose errors name no file
+
+    monkeypatch.setattr(ColumnReader, "get_sample_data", lost)
+    _, fast = copies(tmp_path, plain)
+    with pytest.raises(ValueError, match=r"^/.*shard.\d+.mds: Stale file handle; look at the disk and its mount, and"):
+        list(make_loader(True, fast, workers))
 
 
 def test_a_damaged_sample_is_an_error(tmp_path, plain):
