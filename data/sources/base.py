@@ -1,10 +1,11 @@
 """What every source provides: samples as they are stored, and broken ones rejected with a reason."""
 
+import glob
 import hashlib
 import json
 import os
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +49,8 @@ REASONS = {
 MAX_FILE_BYTES = 256 * 1024 * 1024
 
 MAX_ID_BYTES = 200  # of a shard, whose folder's name gets a suffix while it is written
+
+LOST = "lost+found"  # at the top of ext4 file systems; can be read by nobody else than root
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "jfif", "png", "webp", "gif", "bmp", "tif", "tiff", "avif")
 
@@ -310,10 +313,30 @@ def files_below(root: Path) -> Iterator[str]:
             folders.clear()
             continue
         seen.add(real)
-        # At the top of ext4 file systems, lost+found can be read by nobody else than root.
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "lost+found")
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != LOST)
         inside = Path(folder).relative_to(root).as_posix()
         before = "" if inside == "." else f"{inside}/"  # paths as objects take longer than the disk
         for name in sorted(files):
             if not name.startswith("."):
                 yield f"{before}{name}"
+
+
+def files_matching(pattern: str) -> list[str]:
+    """The paths that a pattern matches, as of `glob.glob` with `recursive`, which leaves out what it cannot list.
+
+    Raises:
+        OSError: as of `files_below`.
+    """
+    parts = Path(pattern).parts
+    for number, part in enumerate(parts):
+        if not glob.has_magic(part):
+            continue
+        folders = list(filter(os.path.isdir, glob.iglob(str(Path(*parts[:number])), recursive=True)))
+        if part == "**":
+            for folder in folders:
+                deque(files_below(Path(folder)), maxlen=0)
+            break  # no folder of what follows has not been listed
+        for folder in folders:
+            if os.path.basename(folder) != LOST:
+                os.scandir(folder).close()
+    return glob.glob(pattern, recursive=True)

@@ -38,6 +38,7 @@ from data.sources.base import (
     Rejected,
     Sample,
     assemble,
+    files_matching,
     shard_ids,
     try_again,
 )
@@ -190,7 +191,7 @@ def _found(one: str) -> list[str]:
         return [path]
     if os.path.isdir(path):
         raise ValueError(f"source.urls: {path} is a folder: give its tars, such as {Path(path, '*.tar')}")
-    found = sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) else []
+    found = sorted(files_matching(path)) if glob.has_magic(path) else []
     if not found:
         raise FileNotFoundError(f"source.urls: no file {path}: check the path and the brace range")
     return found

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
-from data.sources.base import MAX_FILE_BYTES, ReadOnce, Rejected, Sample, assemble, shard_id
+from data.sources.base import MAX_FILE_BYTES, ReadOnce, Rejected, Sample, assemble, files_matching, shard_id
 
 
 class TextSource:
@@ -107,7 +106,7 @@ def _files(key: str, pattern: str) -> dict[str, str]:
     """The names of the files that fit a pattern of the argument `key`, by their paths without links."""
     pattern = os.path.expanduser(pattern)
     # A file's own name comes first: it may contain what stands for other characters.
-    names = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
+    names = [pattern] if os.path.isfile(pattern) else files_matching(pattern)
     # By the files themselves: ** follows links, and a link to a folder above itself gives each file dozens of names.
     found: dict[str, str] = {}
     for name in sorted((Path(name).as_posix() for name in names), key=lambda name: (name.count("/"), name)):
