@@ -183,6 +183,17 @@ def test_an_index_with_numbers_that_no_file_can_have(samples, size, shards, tmp_
         read_index(tmp_path)
 
 
+@pytest.mark.parametrize("compression", ["lz4", "lz4:3", "", None])
+def test_compressed_shards_that_no_library_reads(compression, shards, tmp_path):
+    """Before any of them is read: a job would reject each, and have all of them done."""
+    index = json.loads((shards / "index.json").read_text())
+    index["shards"][0] |= {"compression": compression}
+    index["shards"][0]["zip_data"] = index["shards"][0]["raw_data"] | {"basename": "shard.00000.mds.lz4"}
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=f"index.json: shard 0: compression is {compression!r}, which is not read"):
+        MDSSource(path=str(tmp_path))
+
+
 def test_a_sample_that_claims_more_than_its_file_has_is_not_read(shards, tmp_path):
     from streaming.base.format import reader_from_json
 

@@ -18,6 +18,7 @@ Shard = dict[str, Any]  # one entry of the index
 HASHES = {"xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128"} | {
     name for name in hashlib.algorithms_guaranteed if not name.startswith("shake_")
 }
+COMPRESSIONS = {"br", "bz2", "gz", "snappy", "zstd"}  # a level may follow, such as zstd:7
 _LISTS = ("column_names", "column_encodings", "column_sizes", "hashes")
 
 
@@ -85,6 +86,9 @@ def check_entry(entry: Any, before: Shard | None = None) -> None:
     _check_file("raw_data", entry.get("raw_data"))
     if entry.get("zip_data") is not None:
         _check_file("zip_data", entry["zip_data"])
+        if (entry.get("compression") or "").split(":")[0] not in COMPRESSIONS:
+            known = ", ".join(sorted(COMPRESSIONS))
+            raise ValueError(f"compression is {entry.get('compression')!r:.80}, which is not read; give one of {known}")
     if 4 * (entry["samples"] + 1) > entry["raw_data"]["bytes"]:
         raise ValueError(f"{entry['samples']} samples do not fit into {entry['raw_data']['bytes']} bytes")
 
