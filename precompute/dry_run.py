@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from data.sources.base import shards_of
-from data.system.files import read_if_object
+from data.system.errors import one_line
+from data.system.files import read_if_object, read_object
 from data.system.ranks import Rank
 from precompute.config import EncodeConfig, VocabularyConfig, source_options
 from precompute.encoding.columns import REST, LatentColumns, TokenColumns, check_resolutions
@@ -166,27 +168,61 @@ def _size_lines(config: EncodeConfig) -> list[str]:
 
 
 def image_shape(encoder: Component) -> tuple[tuple[int, int], bool]:
-    """(channels, downsampling factor) of a VAE, and whether they were read from its config."""
-    folder = Path(str(encoder.args.get("path", ""))).expanduser() / (encoder.args.get("subfolder") or "")
-    config = read_if_object(folder / "config.json")
-    if "latent_channels" not in config or "block_out_channels" not in config:
-        return USUAL_VAE, False
-    return (config["latent_channels"], 2 ** (len(config["block_out_channels"]) - 1)), True
+    """(channels, downsampling factor) of a VAE, and whether they were read from its config.
+
+    Raises:
+        ValueError: the config is damaged.
+    """
+    file = Path(str(encoder.args.get("path", ""))).expanduser() / (encoder.args.get("subfolder") or "") / "config.json"
+    with _damage_named(file):
+        config = _read(file)
+        if "latent_channels" not in config or "block_out_channels" not in config:
+            return USUAL_VAE, False
+        if not isinstance(blocks := config["block_out_channels"], list) or not blocks:
+            raise ValueError(f"block_out_channels is {blocks!r:.40}, expected the widths of the blocks")
+        return (_size(config, "latent_channels"), 2 ** (len(blocks) - 1)), True
 
 
 def text_shape(encoder: Component) -> tuple[tuple[int, int], bool]:
-    """(tokens, width) of a text encoder, and whether they were read from its config."""
+    """(tokens, width) of a text encoder, and whether they were read from its config.
+
+    Raises:
+        ValueError: the config is damaged.
+    """
     args = encoder.args
     root = Path(str(args.get("path") or args.get("model", "")).removeprefix("local-dir:")).expanduser()
-    config = read_if_object(root / (args.get("subfolder") or "") / "config.json")
-    config = config.get("text_config") or config  # of a whole CLIP model
-    if "max_position_embeddings" in config and "hidden_size" in config:
-        return (config["max_position_embeddings"], config["hidden_size"]), True
-    model = read_if_object(root / "open_clip_config.json").get("model_cfg") or _open_clip(args.get("model", ""))
-    text = model.get("text_cfg", {})
-    if "width" not in text:
-        return USUAL_TEXT, False
-    return (text.get("context_length", 77), text["width"]), True
+    file = root / (args.get("subfolder") or "") / "config.json"
+    with _damage_named(file):
+        config = _read(file)
+        config = config.get("text_config") or config  # of a whole CLIP model
+        if "max_position_embeddings" in config and "hidden_size" in config:
+            return (_size(config, "max_position_embeddings"), _size(config, "hidden_size")), True
+    file = root / "open_clip_config.json"
+    with _damage_named(file):
+        model = _read(file).get("model_cfg") or _open_clip(args.get("model", ""))
+        text = model.get("text_cfg", {})
+        if "width" not in text:
+            return USUAL_TEXT, False
+        return (_size({"context_length": 77, **text}, "context_length"), _size(text, "width")), True
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return read_object(file) if file.is_file() else {}
+
+
+def _size(config: dict[str, Any], name: str) -> int:
+    if type(config[name]) is not int or config[name] < 1:
+        raise ValueError(f"{name} is {config[name]!r:.40}, expected a whole number above 0")
+    return config[name]
+
+
+@contextmanager
+def _damage_named(file: Path) -> Iterator[None]:
+    """A context in which the config of an encoder is read: it was written by other programs, or by hand."""
+    try:
+        yield
+    except (ValueError, TypeError, AttributeError) as error:  # also of lists in the place of objects
+        raise ValueError(f"{file}: not the config of an encoder ({one_line(error)}); copy the file again") from None
 
 
 def _open_clip(model: str) -> dict[str, Any]:

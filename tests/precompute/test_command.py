@@ -119,6 +119,29 @@ def test_a_dry_run_takes_the_sizes_of_a_local_text_encoder(recipe, tmp_path, wra
     assert "assumed" not in encode_report(config, [], Rank())
 
 
+@pytest.mark.parametrize(
+    ("part", "file", "values", "message"),
+    [
+        ("image", "config.json", {"latent_channels": "4", "block_out_channels": [8]}, "latent_channels is '4'"),
+        ("image", "config.json", {"latent_channels": 4, "block_out_channels": 8}, "block_out_channels is 8"),
+        ("image", "config.json", [4], "it is not a JSON object"),
+        ("text", "config.json", {"max_position_embeddings": 0, "hidden_size": 16}, "max_position_embeddings is 0"),
+        ("text", "config.json", {"text_config": 3}, "TypeError"),
+        ("text", "open_clip_config.json", {"model_cfg": {"text_cfg": None}}, "TypeError"),
+        ("text", "open_clip_config.json", {"model_cfg": {"text_cfg": {"width": None}}}, "width is None"),
+    ],
+)
+def test_a_dry_run_names_a_config_with_values_of_other_types(recipe, tmp_path, part, file, values, message):
+    config = load_config(recipe(), [], EncodeConfig)
+    encoder = getattr(config, f"{part}_encoder")
+    config = dataclasses.replace(
+        config, **{f"{part}_encoder": dataclasses.replace(encoder, args={"path": str(tmp_path)})}
+    )
+    write_json(tmp_path / file, values)
+    with pytest.raises(ValueError, match=f"^{tmp_path}/{file}: not the config of an encoder .*{message}"):
+        encode_report(config, [], Rank())
+
+
 def test_a_dry_run_says_what_is_to_be_scored_first(recipe, tars, tmp_path):
     source = {"name": "scored", "source": {"name": "tars", "urls": f"{tars}/*.tar"}, "scores": str(tmp_path)}
     config = load_config(recipe(sources={"train": source | {"at_least": 0.2}}), [], EncodeConfig)
