@@ -73,6 +73,14 @@ def cannot_load(key: str, name: str, error: Exception, *, is_hub_id: bool = Fals
     return ValueError(f"{key}: {what} cannot be loaded: {reason}")
 
 
+def of_hub(key: str, name: str, read: Callable[[], Any]) -> Any:
+    """What `read` makes of the files of a hub id. Arguments and errors as of `cannot_load`."""
+    try:
+        return read()
+    except Exception as error:  # diffusers and transformers raise nearly anything for values of other types in a config
+        raise cannot_load(key, name, error, is_hub_id=True) from error
+
+
 class FrozenEncoder:
     """A frozen network on one device in one precision, with an fp32 copy on demand.
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from data.aliases import InputPath
 from data.system.log import log
 from data.tokenizers.clip_words import bound
-from recipes.encoders.base import ModelPath, TextEncoder, cannot_load
+from recipes.encoders.base import ModelPath, TextEncoder, cannot_load, of_hub
 from recipes.encoders.open_clip_models import (
     LOCAL_PREFIX,
     WORDS_OPTIONS,
@@ -198,18 +198,20 @@ def hf_clip_text(
             if local:
                 config = read_object(folder / CONFIG)
             else:
-                config, _ = CLIPTextConfig.get_config_dict(root, subfolder=subfolder or "", **source)
+                config, _ = of_hub(
+                    "text_encoder.path",
+                    path,
+                    lambda: CLIPTextConfig.get_config_dict(root, subfolder=subfolder or "", **source),
+                )
             kind = config.get("model_type", CLIPTextConfig.model_type)
             if kind not in TYPES:
                 raise ValueError(f"text_encoder.path: {id} is a model of the type {kind!s:.50}; name a CLIP text model")
             if local:
                 module, found = build_from(folder / CONFIG, opened, read_safetensors(folder / WEIGHTS))
             else:
-                module, found = opened()
-        # The hub client's for a missing network, repository or file; and of its cache, a file that is not whole, or
-        # weights whose shapes are not those of the config.
+                module, found = of_hub("text_encoder.path", path, opened)
         except (OSError, RuntimeError, SafetensorError) as error:
-            raise cannot_load("text_encoder.path", path, error, is_hub_id=not local) from error
+            raise cannot_load("text_encoder.path", path, error) from error
         if missing := found["missing_keys"]:  # transformers draws random numbers for them
             raise ValueError(f"text_encoder.path: {id} lacks weights, such as {sorted(missing)[0]}; copy it again")
         # Files may also hold an image tower. Of the blocks of a text model, transformers would leave out the last.

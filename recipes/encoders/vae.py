@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from recipes.encoders.base import LatentEncoder, ModelPath, cannot_load
+from recipes.encoders.base import LatentEncoder, ModelPath, cannot_load, of_hub
 from recipes.models.config_files import build_from, is_number, read_object
 from recipes.models.sampling import Precision
 from recipes.models.weights import read_safetensors
@@ -72,18 +72,19 @@ def kl_vae(
             )
 
         try:
-            config = read_object(folder / CONFIG) if local else AutoencoderKL.load_config(path, **source)
+            if local:
+                config = read_object(folder / CONFIG)
+            else:
+                config = of_hub("image_encoder.path", path, lambda: dict(AutoencoderKL.load_config(path, **source)))
             kind = config.get("_class_name", AutoencoderKL.__name__)
             if kind != AutoencoderKL.__name__:  # diffusers would open it as one, without what only the other class has
                 raise ValueError(f"image_encoder.path: {id} has the class {kind!s:.50}; name an AutoencoderKL")
             if local:
                 vae, found = build_from(folder / CONFIG, opened, read_safetensors(folder / WEIGHTS))
             else:
-                vae, found = opened()
-        # The hub client's for a missing network, repository or file; and of its cache, a file that is not whole, or
-        # weights whose shapes are not those of the config.
+                vae, found = of_hub("image_encoder.path", path, opened)
         except (OSError, RuntimeError, SafetensorError) as error:
-            raise cannot_load("image_encoder.path", path, error, is_hub_id=not local) from error
+            raise cannot_load("image_encoder.path", path, error) from error
         if missing := found["missing_keys"]:  # diffusers draws random numbers for them
             raise ValueError(f"image_encoder.path: {path} lacks weights, such as {sorted(missing)[0]}; copy it again")
         if left := found["unexpected_keys"]:  # diffusers goes on with the network that is left

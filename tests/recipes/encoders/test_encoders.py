@@ -323,6 +323,15 @@ def test_models_in_the_cache_of_the_hub(hf_folder, vae_folder, tmp_path, monkeyp
     (folder / "vae" / "config.json").write_text(json.dumps(config | {"latent_channels": 3}))
     with pytest.raises(ValueError, match="image_encoder.path: me/model .* cannot be loaded: .*size mismatch"):
         kl_vae(path="me/model", subfolder="vae", precision="fp32")
+    for wrong, reason in (({"act_fn": 3}, "AttributeError"), ({"act_fn": "x"}, "x not found")):
+        (folder / "vae" / "config.json").write_text(json.dumps(config | wrong))
+        with pytest.raises(ValueError, match=f"image_encoder.path: me/model .* cannot be loaded: .*{reason}"):
+            kl_vae(path="me/model", subfolder="vae", precision="fp32")
+    shutil.copytree(hf_folder, folder, dirs_exist_ok=True)
+    config = json.loads((hf_folder / "text_encoder" / "config.json").read_text())
+    (folder / "text_encoder" / "config.json").write_text(json.dumps(config | {"hidden_size": "wide"}))
+    with pytest.raises(ValueError, match="text_encoder.path: me/model .* cannot be loaded: "):
+        hf_clip_text(path="me/model", **parts)
 
 
 def test_a_text_model_that_transformers_5_wrote(hf_folder, tmp_path, monkeypatch):
