@@ -61,7 +61,9 @@ def with_place(error: BaseException) -> str:
     """`one_line` of an error that may be a bug of somebody's own code, with its file and line unless the text alone
     says what is wrong."""
     text_says = isinstance(error, OSError | ValueError) and (type(error) is not ValueError or is_raised(error))
-    place = traceback.extract_tb(error.__traceback__)[-1]
+    # A generator turns a StopIteration of what it calls into a RuntimeError, whose own place is in the generator.
+    cause = error.__cause__ if isinstance(error.__cause__, StopIteration) else error
+    place = traceback.extract_tb(cause.__traceback__)[-1]
     return one_line(error) + ("" if text_says else f" ({place.filename}, line {place.lineno})")
 
 

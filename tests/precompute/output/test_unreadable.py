@@ -41,6 +41,17 @@ def test_a_shard_that_may_be_read_later_makes_an_outage(tmp_path, error, outage)
     assert isinstance(could_not_be_read(output.unreadable(), ""), Outage) is outage
 
 
+def test_a_source_that_raises_stop_iteration_is_named():
+    """The generators around it make a RuntimeError of it, whose place is in one of them."""
+
+    class Own:
+        def read(self, shard):
+            return next(iter([]))
+
+    with pytest.raises(Unreadable, match=r"generator raised StopIteration \(.*test_unreadable.py, line \d+\)$"):
+        list(read_samples(Own(), "00"))
+
+
 @pytest.mark.parametrize(
     ("error", "raised", "said"),
     [
