@@ -83,6 +83,7 @@ def _identify(folder: Path) -> tuple[str, str] | None:
         for network in family.networks:
             # A language model's folder has the same name, but nothing to make images with.
             if (folder / network / "config.json").is_file() and (folder / MANIFEST).is_file():
+                read_record(folder)  # which has to be there: by its folders, a diffusion transformer is a token model
                 return name, network
     return None
 

@@ -218,6 +218,9 @@ def test_an_export_without_a_part(tmp_path, export, capsys):
         shutil.copytree(export, tmp_path / part / "export")
         (tmp_path / part / "export" / part).unlink()
         assert part in refuse(command(tmp_path / part, tmp_path / "x.png"), capsys)
+    folder = tmp_path / "export.json" / "export"
+    (folder / "unet").rename(folder / "transformer")  # as of a diffusion transformer
+    assert "export.json: no such file" in refuse([*command(folder, tmp_path / "x.png"), "--steps", 2], capsys)
 
 
 def test_an_export_whose_null_caption_has_another_shape(tmp_path, export, capsys):
