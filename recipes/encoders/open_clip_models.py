@@ -14,7 +14,7 @@ from torch import nn
 
 from data.tokenizers.clip_words import bound
 from recipes.encoders.base import cannot_load
-from recipes.models.config_files import build_from, is_number, read_object
+from recipes.models.config_files import build_from, is_number, object_in, read_object
 from recipes.models.torch_files import checked
 from recipes.models.weights import read_safetensors
 
@@ -181,11 +181,11 @@ def vocabulary_size(tokenizer: Any) -> int:
 def _check_config(file: Path) -> None:
     """Refuse what open_clip would take from a folder's config and fetch, or run as code."""
     config = read_object(file)
-    model = _part(config, "model_cfg", file)
+    model = object_in(config, "model_cfg", file)
     text, vision, pixels = (
-        _part(model, "text_cfg", file),
-        _part(model, "vision_cfg", file),
-        _part(config, "preprocess_cfg", file, {}),
+        object_in(model, "text_cfg", file),
+        object_in(model, "vision_cfg", file),
+        object_in(config, "preprocess_cfg", file, {}),
     )
     if text.get("hf_model_name"):
         raise ValueError(
@@ -195,7 +195,7 @@ def _check_config(file: Path) -> None:
     timm = vision.get("timm_model_name")
     if timm and (not isinstance(timm, str) or ":" in timm):
         raise ValueError(f"{file}: vision_cfg.timm_model_name is {timm!r}; expected the name of one of timm's models")
-    for name in _part(text, "tokenizer_kwargs", file, {}):
+    for name in object_in(text, "tokenizer_kwargs", file, {}):
         if name not in TOKENIZER_OPTIONS:
             known = ", ".join(TOKENIZER_OPTIONS)
             raise ValueError(f"{file}: text_cfg.tokenizer_kwargs.{name} is not read from a folder; known: {known}")
@@ -203,10 +203,3 @@ def _check_config(file: Path) -> None:
         numbers = pixels.get(name, [1.0] * 3)
         if not (isinstance(numbers, list) and len(numbers) == 3 and all(is_number(n) and n > least for n in numbers)):
             raise ValueError(f"{file}: preprocess_cfg.{name} is {numbers!r:.100}; expected three numbers")
-
-
-def _part(values: dict[str, Any], name: str, file: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
-    part = values.get(name, default)
-    if not isinstance(part, dict):
-        raise ValueError(f"{file}: no object `{name}`; expected a folder in open_clip's format")
-    return part

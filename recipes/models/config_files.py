@@ -36,6 +36,18 @@ def read_object(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file}: expected a JSON object ({error})") from None
 
 
+def object_in(values: dict[str, Any], name: str, file: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
+    """An object inside of that of open_clip's config. Without a default it must be there.
+
+    Raises:
+        ValueError: it is not there, or no object.
+    """
+    found = values.get(name, default)
+    if not isinstance(found, dict):
+        raise ValueError(f"{file}: no object `{name}`; expected a folder in open_clip's format")
+    return found
+
+
 def build_from(
     file: Path, build: Callable[[dict[str, Any]], Built], tensors: Mapping[str, Tensor] | None = None
 ) -> Built:

@@ -14,7 +14,7 @@ from data.loading import WEIGHT
 from data.ranges import check_least
 from data.tokenizers.clip_library import open_clip
 from recipes.models.autocast import without_autocast
-from recipes.models.config_files import read_object
+from recipes.models.config_files import object_in, read_object
 from recipes.models.kl_autoencoder.task import to_signed
 from recipes.models.task import Task
 from recipes.models.weights import check_config, load_safetensors, save_safetensors
@@ -191,11 +191,12 @@ class ContrastiveText(Task):
     def load_export(self, folder: Path) -> None:
         """See `Task.load_export`."""
         load_safetensors(self, folder / WEIGHTS, _of_task)
-        saved = read_object(folder / CONFIG).get("model_cfg", {})
+        saved = object_in(read_object(folder / CONFIG), "model_cfg", folder / CONFIG, {})
         check_config({"quick_gelu": False}, folder / CONFIG, saved)
         parts = {"vision_cfg": open_clip.CLIPVisionCfg, "text_cfg": open_clip.CLIPTextCfg}
         for part, defaults in parts.items():  # published files leave values out that are open_clip's own
-            check_config(self.config[part], folder / CONFIG, vars(defaults()) | saved.get(part, {}))
+            theirs = object_in(saved, part, folder / CONFIG, {})
+            check_config(self.config[part], folder / CONFIG, vars(defaults()) | theirs)
 
 
 def _of_task(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

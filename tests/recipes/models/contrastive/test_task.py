@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -210,6 +211,17 @@ def test_weights_that_differ_in_no_shape(folder, tmp_path, part, values, message
     (tmp_path / "open_clip_model.safetensors").symlink_to(folder / "open_clip_model.safetensors")
     with pytest.raises(ValueError, match=f"open_clip_config.json: {message}"):
         ContrastiveText(**SIZES).load_export(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "part"),
+    [([], "model_cfg"), ("", "model_cfg"), ({"vision_cfg": None}, "vision_cfg"), ({"vision_cfg": 3}, "vision_cfg")],
+)
+def test_a_config_with_values_of_other_types(folder, tmp_path, model, part):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": model}))
+    with pytest.raises(ValueError, match=f"open_clip_config.json: no object `{part}`"):
+        ContrastiveText(**(SIZES)).load_export(tmp_path)
 
 
 @pytest.mark.parametrize(
