@@ -46,7 +46,11 @@ def test_manifests(tmp_path, data):
 
 def test_a_manifest_that_nests_deeply_and_encoders_that_say_too_little():
     reads_or_refuses(Manifest.parse, "[" * 100_000)
-    for whole, name, field in ((manifest(), "image_encoder", "channels"), (tokens(), "image_encoder", "codes")):
+    for whole, name, field in (
+        (manifest(), "image_encoder", "channels"),
+        (tokens(), "image_encoder", "codes"),
+        (manifest(), "text_encoder", "component"),
+    ):
         values = {**vars(whole), name: {**getattr(whole, name), field: "many"}}
         del values["where"]
         with pytest.raises(ValueError, match=f"{name}.{field} is 'many'"):

@@ -246,7 +246,7 @@ def _fits(name: str, value: Any, found: Any) -> bool:
 
 
 def _check_encoder(where: str, name: str, values: dict[str, Any], fields: dict[str, Any]) -> None:
-    for field, kind in {"weights_hash": str, **fields}.items():
+    for field, kind in {"component": dict, "weights_hash": str, **fields}.items():
         value = values.get(field)
         sized = kind is not int or (isinstance(value, int) and value > 0)
         if not isinstance(value, kind) or not sized:

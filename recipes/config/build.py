@@ -148,7 +148,7 @@ def encoder_components(manifest: Manifest, bundle: Path | None = None) -> dict[s
             continue
         values = dict(record["component"])
         if bundle is not None and (bundle / group).is_dir():
-            weights = bundle / group / Path(values.get("pretrained") or "").name
+            weights = bundle / group / Path(str(values.get("pretrained") or "")).name
             values |= {"pretrained": str(weights)} if weights.is_file() else {"path": str(bundle / group)}
         checker = Checker(all_components())
         found[group] = checker.component(group, values, f"manifest.{group}")

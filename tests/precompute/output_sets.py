@@ -14,8 +14,10 @@ from precompute.output.output_set import BEGUN, OutputSet
 COLUMNS = LatentColumns({8: (2, 4, 4)}, (3, 5))
 # What a manifest says that is not counted from the shards.
 FIELDS = {
-    "image_encoder": {"weights_hash": "", "channels": 2, "downsample": 2, "scaling_factor": 1.0, "shift_factor": 0.0},
-    "text_encoder": {"weights_hash": "", "length": 1, "width": 1, "tokenizer": ""},
+    "image_encoder": {
+        "component": {}, "weights_hash": "", "channels": 2, "downsample": 2, "scaling_factor": 1.0, "shift_factor": 0.0,
+    },
+    "text_encoder": {"component": {}, "weights_hash": "", "length": 1, "width": 1, "tokenizer": ""},
     "resolutions": [8], "crop": "center", "upscale": False, "seed": 1, "filter": {}, "columns": {}, "software": {},
     "dtype": "float16", "normalisation": "", "caption_policy": "", "request": {"text_encoder": None},
 }  # fmt: skip
