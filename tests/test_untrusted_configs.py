@@ -217,6 +217,14 @@ def test_a_text_model_is_read_from_a_file_of_a_whole_clip(tmp_path):
     READERS["clip text"][1](tmp_path)
 
 
+@pytest.mark.parametrize("options", [{"pad_token": None}, {"bos_token": None}, {"model_max_length": "77"}])
+def test_a_tokenizer_that_encodes_no_caption(tmp_path, options):
+    of_clip_text(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(options))
+    with pytest.raises(ValueError, match=f"text_encoder.path: {tmp_path} cannot be loaded: "):
+        hf_clip_text(path=str(tmp_path), precision="fp32").encode(["a"])
+
+
 def test_lost_merges_are_told(tmp_path, capsys):
     """Of CLIP's own vocabulary: no line where all are there; captions become other tokens where the file was cut."""
     of_clip_text(tmp_path)

@@ -255,6 +255,8 @@ def _tokenizer(root: str, words: str, source: dict[str, Any]) -> Any:
     tokenizer = kind.from_pretrained(root, subfolder=words, **source)
     if found:
         _warn_of_lost_merges(tokenizer, Path(root, words))
+    # Options without a token to pad with, or with a length that is no number, show only when captions are encoded.
+    _Padded(tokenizer, min(8, tokenizer.model_max_length))([""])
     return bound(tokenizer)
 
 
