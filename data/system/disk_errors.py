@@ -27,7 +27,7 @@ ADVICE = {
     errno.ELOOP: "a link leads back to itself: give another folder",
 }
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-UNNAMED = (*FULL, errno.EIO)  # of writes, whose errors do not name the file
+UNNAMED = (*FULL, errno.EIO, errno.ESTALE)  # of writes, whose errors do not name the file
 _NUMBER = re.compile(r"\[Errno (\d+)\]|\(os error (\d+)\)")
 
 

@@ -10,7 +10,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -183,13 +183,16 @@ def _remove(path: Path) -> None:
 
 
 def to_disk(path: Path) -> None:
-    """Bring a file, or a folder with all that is in it, to the disk: so far it may be in memory only."""
+    """Bring a file, or a folder with all that is in it, to the disk: so far it may be in memory only.
+
+    Errors of the disk name the file.
+    """
     for inner in path.iterdir() if path.is_dir() else ():
         to_disk(inner)
     number = os.open(path, os.O_RDONLY)
     try:
         # Some network file systems refuse folders, and bring them to the disk by themselves.
-        with suppress(OSError) if path.is_dir() else nullcontext():
+        with suppress(OSError) if path.is_dir() else about(path):
             os.fsync(number)
     finally:
         os.close(number)

@@ -30,6 +30,7 @@ def raised(act):
     "error",
     [
         FULL,
+        OSError(errno.ESTALE, "Stale file handle"),  # of a write, or of a file that is brought to the disk
         OSError(errno.EROFS, "Read-only file system", "a"),
         PermissionError(errno.EACCES, "Permission denied", "a"),
         OSError(errno.ENAMETOOLONG, "File name too long", "a" * 300),

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from data.system.files import atomic_folder, atomic_write, point_to, read_object, write_json
+from data.system.files import atomic_folder, atomic_write, point_to, read_object, to_disk, write_json
 from tests.disks import on_disk_before_named
 
 
@@ -109,6 +109,9 @@ def test_a_disk_that_does_not_keep_a_file_is_an_error(tmp_path, monkeypatch):
         with error, atomic_folder(tmp_path / "export") as folder:
             (folder / refused.__name__).touch()
     assert [file.name for file in (tmp_path / "export").iterdir()] == ["S_ISDIR"]
+    with pytest.raises(OSError, match="error") as refused:  # of a shard, say, which has a temporary name of its own
+        to_disk(tmp_path / "export")
+    assert refused.value.filename == str(tmp_path / "export" / "S_ISDIR")
 
 
 @pytest.mark.parametrize("renames", [0, 1, 2])

@@ -1,11 +1,14 @@
 """A run that goes on is the run that it was: its recipe, and what encoded its data."""
 
+import errno
 import json
+import os
 import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -229,10 +232,17 @@ def test_without_a_checkpoint_a_run_begins_anew(begun, quick_recipe):
 
 
 def test_a_record_that_the_disk_refuses_is_one_line(begun):
-    said = r"records/ep0-ba4 could not be written \(File too large\); make room"
+    said = r"records/ep0-ba4 could not be written \(File too large\); raise the limit of file sizes"
     with small_files(10), pytest.raises(ValueError, match=said):
         keep_with(begun, begun / "checkpoints" / "ep0-ba4-rank0.pt")
     assert not list((begun / "records").glob("*ep0-ba4*"))
+
+
+def test_a_record_that_a_lost_mount_refuses_does_not_ask_for_room(begun, monkeypatch):
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
+    said = r"records/ep0-ba4 could not be written \(Stale file handle\); look at the disk and its mount and start again"
+    with pytest.raises(ValueError, match=said):
+        keep_with(begun, begun / "checkpoints" / "ep0-ba4-rank0.pt")
 
 
 def test_a_checkpoint_without_a_record_is_compared_with_nothing(begun, quick_recipe, capsys):
