@@ -20,6 +20,8 @@ ADVICE = {
     errno.EPERM: _RIGHTS,
     errno.EIO: _DISK,
     errno.ESTALE: _DISK,
+    errno.ENOTCONN: _DISK,  # the process of a mount of FUSE has ended, such as that of a bucket
+    errno.ETIMEDOUT: _DISK,  # of a file server
     errno.ENAMETOOLONG: "give a shorter name",
     errno.ENOTDIR: "a folder above it is a file: give another folder",
     errno.EISDIR: "a folder has the name of a file: give a file, or remove the folder",

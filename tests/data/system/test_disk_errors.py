@@ -31,6 +31,8 @@ def raised(act):
     [
         FULL,
         OSError(errno.ESTALE, "Stale file handle"),  # of a write, or of a file that is brought to the disk
+        OSError(errno.ENOTCONN, "Transport endpoint is not connected", "a"),  # of a mount that is lost
+        TimeoutError(errno.ETIMEDOUT, "Connection timed out", "a"),
         OSError(errno.EROFS, "Read-only file system", "a"),
         PermissionError(errno.EACCES, "Permission denied", "a"),
         OSError(errno.ENAMETOOLONG, "File name too long", "a" * 300),
@@ -73,6 +75,7 @@ def test_a_copy_lacks_room_where_it_is_written(tmp_path):
     [
         PermissionError(errno.EPERM, "Operation not permitted"),  # of a signal, say: it names no file
         ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"),
+        TimeoutError(errno.ETIMEDOUT, "Connection timed out"),  # of a socket
         OSError(errno.EBADF, "Bad file descriptor", "a"),
         OSError("image file is truncated"),
         FileExistsError(errno.EEXIST, "File exists", str(Path(__file__).parent)),
