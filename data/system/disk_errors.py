@@ -92,6 +92,7 @@ def about(path: Path, partial: Path | None = None) -> Iterator[None]:
         named = found.filename is not None
         if not named or (partial is not None and Path(os.fsdecode(found.filename)).is_relative_to(partial)):
             found.filename = str(path)
+            del found.filename2  # of a rename
         if found is error:
             raise
         raise found from error

@@ -70,6 +70,15 @@ def test_a_copy_lacks_room_where_it_is_written(tmp_path):
     assert disk_line(disk_error(error)).startswith(f"{tmp_path}/written: File too large; ")
 
 
+def test_a_file_that_cannot_get_its_name_is_told_by_it(tmp_path):
+    """Not by its temporary name, nor by that of the folder that it is in, where nothing is left of either."""
+    folder, partial = tmp_path / "export", tmp_path / ".export.1"
+    inner, hidden = partial / "a", partial / ".a.1"
+    with pytest.raises(OSError, match="export'$") as error, about(folder, partial), about(inner, hidden):
+        raise OSError(errno.ENOSPC, "No space left on device", str(hidden), None, str(inner))
+    assert disk_line(disk_error(error.value)).startswith(f"{folder}: No space left on device; ")
+
+
 @pytest.mark.parametrize(
     "error",
     [
