@@ -35,9 +35,10 @@ def damage_named(file: Path, advice: str, what: str = "damaged") -> Iterator[Non
     except (FileNotFoundError, NotEnoughMemory):
         raise
     except Exception as error:  # zipfile and NumPy raise many kinds
-        if isinstance(error, OSError) and error.errno in ADVICE:
-            error.filename = error.filename or str(file)
-            raise
+        for found in (error, error.__context__):  # zipfile hides what the disk says behind an error of its own
+            if isinstance(found, OSError) and found.errno in ADVICE:
+                found.filename = found.filename or str(file)
+                raise found from None
         raise ValueError(f"{file}: {what} ({one_line(error)}); {advice}") from None
 
 

@@ -76,7 +76,9 @@ def read_object(path: Path, hook: Callable[[dict[str, Any]], Any] | None = None)
         OSError: the file cannot be read; FileNotFoundError where there is none.
         ValueError: what is wrong with its content. The message does not name the file.
     """
-    return parse_object(path.read_bytes(), hook)
+    with about(path):
+        data = path.read_bytes()
+    return parse_object(data, hook)
 
 
 def parse_object(data: bytes, hook: Callable[[dict[str, Any]], Any] | None = None) -> dict[str, Any]:

@@ -1,13 +1,14 @@
 """Arrays of NumPy: what is said of files that are damaged, and of those that the disk does not give."""
 
 import errno
+import io
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from data.system.arrays import read_matrix
+from data.system.arrays import damage_named, read_matrix
 
 
 def test_matrices_are_read_and_their_damage_is_named(tmp_path):
@@ -32,3 +33,24 @@ def test_an_error_of_the_disk_is_no_damage(tmp_path, number, monkeypatch):
     with pytest.raises(OSError, match=os.strerror(number)) as error:
         read_matrix(tmp_path / "matrix.npy")
     assert error.value.filename == str(tmp_path / "matrix.npy")
+
+
+class Lost(io.BytesIO):
+    """The contents of a file on a mount that is lost after its first bytes were read."""
+
+    def read(self, *arguments):
+        if self.tell() > 8:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return super().read(*arguments)
+
+
+def test_an_archive_that_the_disk_does_not_give(tmp_path):
+    """zipfile hides what the disk says behind an error of its own."""
+    file, data = tmp_path / "part.npz", io.BytesIO()
+    np.savez(data, a=np.zeros(3))
+    file.write_bytes(data.getvalue())
+    with pytest.raises(OSError, match="Stale file handle") as error, damage_named(file, "delete it"):
+        np.load(Lost(data.getvalue()))
+    assert error.value.filename == str(file)
+    with pytest.raises(ValueError, match="damaged .*; delete it"), damage_named(file, "delete it"):
+        np.load(io.BytesIO(data.getvalue()[:-30]))

@@ -8,6 +8,7 @@ import signal
 import stat
 from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -45,6 +46,14 @@ def test_a_json_object_is_read(tmp_path):
     assert read_object(tmp_path / "values.json") == {"a": [1, None]}
     with pytest.raises(FileNotFoundError):
         read_object(tmp_path / "none.json")
+
+
+def test_a_disk_that_does_not_give_an_object_names_it(tmp_path, monkeypatch):
+    """Not what is written meanwhile: a set's files are made of those of its shards."""
+    monkeypatch.setattr(Path, "read_bytes", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(OSError, match="error") as refused, atomic_write(tmp_path / "index.json"):
+        read_object(tmp_path / "shard.json")
+    assert refused.value.filename == str(tmp_path / "shard.json")
 
 
 def test_a_folder_is_replaced_as_a_whole(tmp_path):
