@@ -28,6 +28,7 @@ from torch.distributed.checkpoint import metadata as metadata_format
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.torch_version import TorchVersion
 
+from data.system.disk_errors import disk_error
 from data.system.errors import first_line, one_line
 from data.system.memory import NotEnoughMemory, memory_to_read
 from recipes.engines.checkpoints.legacy import check_names
@@ -87,6 +88,7 @@ def _of_system(error: BaseException) -> bool:
     """Whether an error says nothing of the bytes of a file. Damaged ones make readers seek to where no file can have
     bytes, and libraries raise OSErrors without a number for them."""
     of_system = isinstance(error, OSError) and error.errno not in (None, errno.EINVAL)
+    of_system |= "in read-only mode" in str(error) and disk_error(error) is not None  # PyTorch's own words
     return of_system or isinstance(error, FileNotFoundError | NotEnoughMemory)
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
 from data.system.disk_errors import about, disk_error, disk_line
+from recipes.engines.checkpoints.plain_pickles import damaged
 from tests.disks import small_files
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -60,6 +61,15 @@ def test_torch_2_11_says_why_it_cannot_write(reason, number):
     error = RuntimeError(f"[enforce fail at inline_container.cc:747] . open file failed with strerror: {reason}")
     found = disk_error(error)
     assert (found.errno, found.strerror) == (number, reason)
+
+
+def test_a_checkpoint_that_pytorch_cannot_open_is_not_damaged():
+    """It opens the file itself, to map it into memory. Its user would remove the checkpoint."""
+    error = RuntimeError("unable to open file </run/a.pt> in read-only mode: Stale file handle (116)")
+    assert disk_line(disk_error(error)).startswith("/run/a.pt: Stale file handle; look at the disk and its mount")
+    with pytest.raises(RuntimeError) as same, damaged("/run/a.pt: damaged"):
+        raise error
+    assert same.value is error
 
 
 def test_a_copy_lacks_room_where_it_is_written(tmp_path):
