@@ -153,7 +153,8 @@ def encoder_components(manifest: Manifest, bundle: Path | None = None) -> dict[s
         checker = Checker(all_components())
         found[group] = checker.component(group, values, f"manifest.{group}")
         if checker.errors or checker.missing:
-            raise ValueError("; ".join(checker.errors + checker.missing))
+            copies = [f"nor is a copy in {bundle / group}"] if checker.missing and bundle is not None else []
+            raise ValueError("; ".join(checker.errors + checker.missing + copies))
     return found
 
 

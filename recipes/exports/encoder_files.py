@@ -50,6 +50,11 @@ def encoder_files(manifest: Manifest, bundle: Path | None = None) -> Iterator[tu
                     yield path / words / file, Path(name, text.SEPARATE, file)
         elif weights.is_file() and weights.suffix in SUFFIXES:
             yield weights, Path(name, weights.name)
+        elif path.is_absolute() or len(path.parts) > 2 or weights.suffix in SUFFIXES:  # no id of a hub
+            log.warning(
+                f"export: {folder or weights}, which the data's manifest names as {name}, is not there (looked in "
+                f"{Path.cwd()}); the export has no copy of it, and images cannot be generated without it"
+            )
 
 
 def _is_read(file: Path, encoder: str | None) -> bool:

@@ -162,6 +162,8 @@ def test_encoders_that_are_gone(manifest, latent_sets, tmp_path):
     values["image_encoder"]["component"]["path"] = str(tmp_path / "gone")
     with pytest.raises(ValueError, match="manifest.image_encoder.path: .*gone"):
         encoders_of(Manifest.parse(json.dumps(values)))
+    with pytest.raises(ValueError, match=f"image_encoder.path: .*; nor is a copy in {tmp_path}/export/image_encoder$"):
+        encoders_of(Manifest.parse(json.dumps(values)), tmp_path / "export")
     values["image_encoder"]["component"]["pth"] = 1
     with pytest.raises(ValueError, match="manifest.image_encoder.pth: unknown key"):
         encoders_of(Manifest.parse(json.dumps(values)))

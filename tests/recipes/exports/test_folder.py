@@ -86,6 +86,23 @@ def test_an_export_copies_no_folder_that_is_no_encoder(tmp_path, task, caplog):
     assert not list(encoder_files(SimpleNamespace(image_encoder=None, text_encoder=named)))
 
 
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"path": "runs/vae/export"}, "runs/vae/export"),
+        ({"pretrained": "weights.safetensors"}, "weights.safetensors"),
+        ({"path": "somebody/vae"}, None),  # of a hub
+        ({"model": "ViT-H-14", "pretrained": "laion2b_s32b_b79k"}, None),
+    ],
+)
+def test_an_export_says_which_encoder_it_lacks(values, named, tmp_path, monkeypatch, caplog):
+    """Such as that of a set which was encoded by somebody else, in another folder."""
+    monkeypatch.chdir(tmp_path)
+    assert not list(encoder_files(SimpleNamespace(image_encoder={"component": values}, text_encoder=None)))
+    line = f"export: {named}, which the data's manifest names as image_encoder, is not there (looked in {tmp_path});"
+    assert (line in caplog.text) if named else not caplog.text
+
+
 def test_encoders_in_deep_and_in_linked_folders(tmp_path):
     """Several models in one folder, a cache of the hub, and a tokenizer that several models share."""
     models, vae, words = tmp_path / "models", Path("of/somebody/vae"), tmp_path / "words"
