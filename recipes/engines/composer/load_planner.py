@@ -24,6 +24,7 @@ from recipes.engines.composer.generators import Generators
 from recipes.training.ranks import rank
 
 CALLBACKS = ("state", "callbacks")
+SCHEDULERS = "state.schedulers."
 # Names of the states of generators: of this repository's callback, and Composer's own.
 OF_A_RANK = re.compile(rf"({'.'.join((*CALLBACKS, Generators.__name__, 'generators'))}|rng)\.(?P<rank>\d+)\.")
 
@@ -56,13 +57,8 @@ class LoadPlanner(OwnLoadPlan):
             self.levers = forms(metadata, self._task)
             state_dict[LEVERS] = self.levers
         super().set_up_planner(state_dict, metadata, is_coordinator)
-        # Ranks that the checkpoint has no generators of keep their own.
-        saved, own = metadata.state_dict_metadata, str(rank())
-        self.state_dict = {
-            name: value
-            for name, value in self.state_dict.items()
-            if (of := OF_A_RANK.match(name)) is None or (of["rank"] == own and name in saved)
-        }
+        saved = metadata.state_dict_metadata
+        self.state_dict = {name: value for name, value in self.state_dict.items() if _is_read(name, name in saved)}
 
     def plan_of_rank(self) -> LoadPlan:
         """Not PyTorch's: it takes a checkpoint with values that are not asked for for one of PyTorch 2.3."""
@@ -79,6 +75,14 @@ class Sharded(FSDP2Config):
     def load_planner(self) -> LoadPlanner | None:
         """Read by Composer when it loads a sharded checkpoint."""
         return self.planner
+
+
+def _is_read(name: str, is_saved: bool) -> bool:
+    """Whether this rank asks for a part of its state, which otherwise keeps its value. Ranks that the checkpoint has no
+    generators of keep their own. Schedulers of newer versions of PyTorch have more values than older ones saved."""
+    if of := OF_A_RANK.match(name):
+        return is_saved and of["rank"] == str(rank())
+    return is_saved or not name.startswith(SCHEDULERS)
 
 
 def _form(name: str, metadata: Metadata) -> State:

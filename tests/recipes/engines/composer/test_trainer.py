@@ -15,6 +15,7 @@ import torch
 from composer import Callback
 from PIL import Image
 from streaming import LocalDataset, MDSWriter
+from torch.optim.lr_scheduler import LambdaLR
 from torch.torch_version import TorchVersion
 
 from data.encoded.manifest import NAME, NULL_TEXT
@@ -419,6 +420,17 @@ def test_a_sharded_checkpoint_of_another_run(sharded, quick_recipe, tmp_path, st
         starts(quick_recipe(tmp_path, *path, "optimizer={name: adam16, lr: 1e-3}"))
     with pytest.raises(ValueError, match="load_path: .* is a folder of checkpoints; .* such as .*ep0-ba1"):
         starts(quick_recipe(tmp_path, f"checkpoints.load_path={sharded}"))
+
+
+def test_a_scheduler_with_a_value_that_the_checkpoint_lacks(sharded, quick_recipe, tmp_path, monkeypatch):
+    """That of PyTorch 2.11 has one more than that of 2.7. PyTorch's loader refused the checkpoint."""
+    state = LambdaLR.state_dict
+    monkeypatch.setattr(LambdaLR, "state_dict", lambda self: {**state(self), "newer": 5})
+    path = f"checkpoints.load_path={sharded}/checkpoints/ep0-ba1"
+    trainer = build_trainer(quick_recipe(tmp_path, "training.fsdp={}", path))
+    [scheduler] = trainer.state.schedulers
+    assert (scheduler.last_epoch, scheduler.newer) == (1, 5)
+    trainer.close()
 
 
 @pytest.fixture(scope="module")
