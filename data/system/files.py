@@ -35,7 +35,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
         try:
             yield partial
             to_disk(partial)  # before it has its name: no empty file after a power failure
-            partial.replace(path)
+            move(partial, path)
         finally:
             partial.unlink(missing_ok=True)
 
@@ -124,11 +124,11 @@ def atomic_folder(path: Path) -> Iterator[Path]:
                 file.chmod(partial.stat().st_mode & 0o666)
             to_disk(partial)
             if os.path.lexists(path):  # also a link to nothing
-                path.rename(aside)
-            partial.rename(path)
+                move(path, aside)
+            move(partial, path)
         finally:
             if os.path.lexists(aside) and not os.path.lexists(path):
-                aside.rename(path)
+                move(aside, path)
             _remove(partial)
             _remove(aside)
             os.close(lock)
@@ -147,7 +147,7 @@ def _recover(path: Path) -> None:
             left.pop(f"old.{name}", None)
     for name, old in left.items():
         if name.startswith("old.") and not path.exists():  # killed between the two renames: the new one is complete
-            left.get(name.removeprefix("old."), old).rename(path)
+            move(left.get(name.removeprefix("old."), old), path)
     for part in left.values():
         _remove(part)
 
@@ -200,6 +200,28 @@ def to_disk(path: Path) -> None:
         os.close(number)
 
 
+def move(source: Path, target: Path) -> None:
+    """Rename a file, a link or a folder, also in place of a file or a link that has the name.
+
+    NFS repeats a request whose answer was lost, for instance when another server takes over. If the first one was done,
+    the answer to the second is that `source` is not there; or, of what was to be made, that it is there already.
+    """
+    moved = source.lstat()
+    try:
+        source.rename(target)
+    except FileNotFoundError:
+        if not (os.path.lexists(target) and os.path.samestat(moved, target.lstat())):
+            raise
+
+
+def make_empty(folder: Path) -> None:
+    """Make a folder, in place of what is there."""
+    _remove(folder)
+    folder.mkdir(parents=True, exist_ok=True)  # see `move`
+    for left in folder.iterdir():  # which the cache of a network file system has not shown
+        _remove(left)
+
+
 def name_once(partial: Path, path: Path) -> None:
     """Give a file its name, unless another process was first."""
     try:
@@ -214,5 +236,9 @@ def point_to(link: Path, path: Path) -> None:
     """Make a link to a file or folder beside it, in place of the one that it was."""
     partial = link.with_name(f".{link.name}.{os.getpid()}")
     partial.unlink(missing_ok=True)
-    partial.symlink_to(path.name)
-    partial.replace(link)
+    try:
+        partial.symlink_to(path.name)
+    except FileExistsError:  # see `move`
+        if os.readlink(partial) != path.name:
+            raise
+    move(partial, link)

@@ -14,6 +14,7 @@ from typing import Any
 from data.encoded.manifest import REJECTED
 from data.sources.base import Rejected, rejected_line
 from data.system.disk_errors import about
+from data.system.files import make_empty
 from precompute.output.folder_gone import FolderGone
 from precompute.output.mds_files import MDSFiles
 from precompute.output.output_set import DONE
@@ -47,8 +48,7 @@ class ShardFolder:
     def __init__(
         self, folder: Path, shard: str, columns: dict[str, str], storage: Storage, options: dict[str, Any]
     ) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        make_empty(folder)
         self.folder = folder
         self.shard = shard
         self.options = options

@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import nn
 
 from data.remote.stores import scheme_of
+from data.system.files import move
 from data.system.log import log
 from recipes.config.recipe import Checkpoints, Recipe
 from recipes.engines.checkpoints.bucket import Bucket
@@ -193,7 +194,7 @@ def remove_halves(output: Path) -> None:
     """
     for old in (output / "checkpoints").glob(f"{OLD}*"):
         if not (path := old.with_name(old.name.removeprefix(OLD))).exists():
-            old.rename(path)
+            move(old, path)
     for folder in ("checkpoints", "fetched", RECORDS):
         for path in (output / folder).glob(".*"):
             if path.name.startswith(PARTIAL) or HALF.fullmatch(path.name):

@@ -15,7 +15,7 @@ from pathlib import Path
 from torch.distributed.checkpoint.api import CheckpointException
 
 from data.system.disk_errors import ADVICE, disk_error
-from data.system.files import point_to, to_disk
+from data.system.files import move, point_to, to_disk
 from data.system.log import log
 from recipes.engines.checkpoints.copies import CheckpointCopies
 from recipes.engines.logs.loggers import RunLoggers
@@ -100,8 +100,8 @@ def _says_what_to_do(path: Path) -> Iterator[None]:
 def _replace(path: Path, partial: Path) -> None:
     aside = path.with_name(OLD + path.name)
     if path.is_dir():  # a folder cannot be replaced in one step
-        path.rename(aside)
-    partial.replace(path)
+        move(path, aside)
+    move(partial, path)
     remove(aside)
 
 
@@ -195,7 +195,8 @@ class CheckpointFiles:
             mine = [old for old in self.kind.all(self.folder) if batch_of(old.name) <= batch]
             for old in mine[: -self.keep]:
                 # The next start removes what a kill in the middle leaves under this name.
-                partial = old.rename(old.with_name(PARTIAL + old.name))
+                partial = old.with_name(PARTIAL + old.name)
+                move(old, partial)
                 remove(record_with(self.folder.parent, old))  # first, as the rest may take long
                 remove(partial)
 

@@ -14,7 +14,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from data.system.files import atomic_folder, atomic_write, point_to, read_object, to_disk, write_json
+from data.system.files import (
+    atomic_folder,
+    atomic_write,
+    make_empty,
+    point_to,
+    read_object,
+    to_disk,
+    write_json,
+    write_text,
+)
 from tests.disks import on_disk_before_named
 
 
@@ -178,3 +187,37 @@ def test_the_old_folder_comes_back_where_the_new_one_cannot_get_its_name(tmp_pat
     with pytest.raises(OSError, match=f"Input/output error: '{folder}'"), atomic_folder(folder) as partial:
         (partial / "new").touch()
     assert [file.name for file in folder.iterdir()] == ["old"] and list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_request_that_nfs_repeats_after_a_lost_answer_is_no_error(tmp_path, monkeypatch):
+    """The server has done it, and answers the second request with an error."""
+
+    def repeated(request):
+        def twice(*arguments, **options):
+            request(*arguments, **options)
+            request(*arguments, **options)
+
+        return twice
+
+    for name in "rename", "replace", "symlink", "mkdir":
+        monkeypatch.setattr(os, name, repeated(getattr(os, name)))
+    write_text(tmp_path / "file", "new")
+    assert (tmp_path / "file").read_text() == "new"
+    for number in range(2):
+        (tmp_path / f"file-{number}").touch()
+        point_to(tmp_path / "link", tmp_path / f"file-{number}")
+    assert os.readlink(tmp_path / "link") == "file-1"
+    make_empty(tmp_path / "folder")
+    (tmp_path / "folder" / "file").touch()
+    make_empty(tmp_path / "folder")
+    assert not any((tmp_path / "folder").iterdir())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "file-0", "file-1", "folder", "link"]
+
+
+def test_a_file_that_is_gone_before_it_has_its_name_is_an_error(tmp_path):
+    write_text(tmp_path / "file", "old")
+    with pytest.raises(FileNotFoundError), atomic_write(tmp_path / "file") as partial:
+        partial.write_text("new")
+        os.link(partial, tmp_path / "elsewhere")
+        partial.unlink()
+    assert (tmp_path / "file").read_text() == "old"
