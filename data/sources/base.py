@@ -318,6 +318,8 @@ def files_below(root: Path) -> Iterator[str]:
         before = "" if inside == "." else f"{inside}/"  # paths as objects take longer than the disk
         for name in sorted(files):
             if not name.startswith("."):
+                if "." not in name:  # `os.walk` takes a link to a folder for a file where the disk does not give it
+                    Path(folder, name).is_dir()
                 yield f"{before}{name}"
 
 
@@ -331,12 +333,13 @@ def files_matching(pattern: str) -> list[str]:
     for number, part in enumerate(parts):
         if not glob.has_magic(part):
             continue
-        folders = list(filter(os.path.isdir, glob.iglob(str(Path(*parts[:number])), recursive=True)))
+        folders = [path for path in glob.iglob(str(Path(*parts[:number])), recursive=True) if Path(path).is_dir()]
         if part == "**":
             for folder in folders:
                 deque(files_below(Path(folder)), maxlen=0)
             break  # no folder of what follows has not been listed
         for folder in folders:
             if os.path.basename(folder) != LOST:
-                os.scandir(folder).close()
+                with os.scandir(folder) as entries:
+                    deque(entries, maxlen=0)  # a file server that is lost may open a folder, and not give what is in it
     return glob.glob(pattern, recursive=True)

@@ -187,9 +187,9 @@ def _found(one: str) -> list[str]:
     if scheme and scheme[1] != "file":
         return [one]
     path = urllib.request.url2pathname(urllib.parse.urlparse(one).path) if scheme else os.path.expanduser(one)
-    if os.path.isfile(path):
+    if Path(path).is_file():
         return [path]
-    if os.path.isdir(path):
+    if path and Path(path).is_dir():
         raise ValueError(f"source.urls: {path} is a folder: give its tars, such as {Path(path, '*.tar')}")
     found = sorted(files_matching(path)) if glob.has_magic(path) else []
     if not found:

@@ -106,11 +106,11 @@ def _files(key: str, pattern: str) -> dict[str, str]:
     """The names of the files that fit a pattern of the argument `key`, by their paths without links."""
     pattern = os.path.expanduser(pattern)
     # A file's own name comes first: it may contain what stands for other characters.
-    names = [pattern] if os.path.isfile(pattern) else files_matching(pattern)
+    names = [pattern] if Path(pattern).is_file() else files_matching(pattern)
     # By the files themselves: ** follows links, and a link to a folder above itself gives each file dozens of names.
     found: dict[str, str] = {}
     for name in sorted((Path(name).as_posix() for name in names), key=lambda name: (name.count("/"), name)):
-        if os.path.isfile(name):
+        if Path(name).is_file():  # unlike os.path.isfile, which says no of a file that the disk does not give
             found.setdefault(os.path.realpath(name), name)
     if not found:
         raise FileNotFoundError(f"source.{key}: no file {pattern}")

@@ -1,12 +1,15 @@
 """What patterns match, and folders that cannot be listed."""
 
+import errno
 import glob
 import os
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from data.sources.base import files_matching
+from data.sources.base import files_below, files_matching
 from data.sources.tars import TarSource
 from data.sources.texts import TextSource
 
@@ -58,3 +61,38 @@ def test_a_folder_that_cannot_be_listed_is_an_error(folder, closed, name, patter
         with pytest.raises(PermissionError) as error:
             source(f"{folder}/{pattern}")
         assert Path(error.value.filename) == folder / name
+
+
+def test_a_folder_whose_names_are_not_given_is_an_error(folder, monkeypatch):
+    """A lost file server may open it, and say no more."""
+    real = os.scandir
+
+    def scandir(path="."):
+        if os.path.realpath(path) != str(folder / "a"):
+            return real(path)
+        return nullcontext(iter(Mock(side_effect=OSError(errno.ESTALE, "Stale file handle", str(path))), None))
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(OSError, match="Stale"):
+        TarSource(urls=f"{folder}/*/*.tar")
+
+
+def test_what_is_not_known_of_a_file_does_not_leave_it_out(folder, monkeypatch):
+    """`os.path.isfile` says no of a file that a lost mount does not give, and `os.walk` takes a folder for a file."""
+    (folder / "b" / "link").symlink_to(folder / "lost")
+    real = os.stat
+
+    def stat(path, *arguments, **options):
+        if str(path) in (f"{folder}/a/1.tar", f"{folder}/b/link"):
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    for make in (
+        lambda: TarSource(urls=f"{folder}/a/{{0,1}}.tar"),
+        lambda: TextSource(files=[f"{folder}/a/1.tar"]),
+        lambda: TextSource(files=[f"{folder}/a/*.tar"]),
+        lambda: list(files_below(folder)),
+    ):
+        with pytest.raises(OSError, match="Stale"):
+            make()
