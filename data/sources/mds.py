@@ -85,7 +85,10 @@ class MDSSource:
                 return
             reader, encodings = _reader(file, info)
             size = file.stat().st_size
-            places = np.fromfile(file, np.uint32, min(reader.samples + 1, size // 4), offset=4).astype(np.int64)
+            with open(file, "rb") as opened:  # np.fromfile takes what the disk does not give for the end of the file
+                opened.seek(4)
+                begin = opened.read(4 * max(0, min(reader.samples + 1, size // 4 - 1)))
+            places = np.frombuffer(begin, np.uint32).astype(np.int64)
             once = ReadOnce()
             for number in range(reader.samples):
                 key = f"{name}_{number:08d}"

@@ -1,5 +1,6 @@
 """Pictures in MDS shards that were made to hurt."""
 
+import errno
 import json
 from unittest.mock import Mock
 
@@ -24,6 +25,15 @@ def test_mds_pictures_that_claim_more_pixels_than_they_have(tmp_path):
     large, empty = read(MDSSource(path=str(tmp_path)))
     assert large.reason == empty.reason == "broken_image"
     assert large.detail == "ValueError: it claims 40000x40000 pixels in 15 bytes"
+
+
+def test_places_that_the_disk_does_not_give_reject_no_sample(tmp_path, monkeypatch):
+    """NumPy takes an error of the disk for the end of a file, as if the shard were damaged."""
+    source = mds_source(tmp_path, "bytes")
+    lost = Mock(side_effect=OSError(errno.EIO, "Input/output error"))
+    monkeypatch.setattr("data.sources.mds.open", lost, raising=False)
+    with pytest.raises(OSError, match="Input/output"):
+        read(source)
 
 
 def test_a_picture_that_lacks_memory_is_not_broken(tmp_path, monkeypatch):
