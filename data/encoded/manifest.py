@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data.system.disk_errors import about
 from data.system.files import write_text
 
 NAME = "manifest.json"
@@ -120,7 +121,8 @@ class Manifest:
         """
         path = Path(folder) / NAME
         try:
-            text = path.read_text(encoding="utf-8")
+            with about(path):
+                text = path.read_text(encoding="utf-8")
         except (FileNotFoundError, NotADirectoryError):
             raise FileNotFoundError(
                 f"no file {path}: not an encoded set, or not finished; run `python precompute/encode.py` until it is"

@@ -115,7 +115,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def _checked(folder: Path) -> Recipe | None:
     try:
         return load_config(folder / CONFIG, [], Recipe, missing=[])
-    except ConfigError:
+    except ConfigError as error:
+        if isinstance(error.__cause__, OSError):  # of the disk, which has given it before
+            raise
         return None
 
 

@@ -37,7 +37,8 @@ def read_values(path: str | Path, overrides: list[str], labels: Mapping[str, Any
             one label, such as `loggers.wandb={...}`, adds to them.
 
     Raises:
-        ConfigError: a file that is not a YAML of keys and values, or an interpolation that cannot be resolved.
+        ConfigError: a file that is not a YAML of keys and values, or an interpolation that cannot be resolved. If the
+            disk does not give a file, the cause is an OSError.
     """
     values = _read(Path(path))
     for key, default in (labels or {}).items():
@@ -53,14 +54,18 @@ def read_values(path: str | Path, overrides: list[str], labels: Mapping[str, Any
 def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The values of a YAML over those of its `base`, a path from its folder or from `~`. Interpolations stay."""
     named = f" (the base of {seen[-1].name})" if seen else ""
-    if path.is_dir():
-        raise ConfigError([f"{path}: a folder{named}; give a YAML file"])
-    if not path.is_file():
-        raise ConfigError([f"{path}: no such YAML file{named}{_similar_file(path)}"])
+    try:
+        if path.is_dir():
+            raise ConfigError([f"{path}: a folder{named}; give a YAML file"])
+        if not path.is_file():
+            raise ConfigError([f"{path}: no such YAML file{named}{_similar_file(path)}"])
+        text = path.read_bytes()
+    except OSError as error:  # which says nothing of what is in the file
+        raise ConfigError([f"{path}: cannot be read ({error.strerror}){named}"]) from error
     if path.resolve() in seen:
         raise ConfigError([f"{path}: is its own base, through {', '.join(file.name for file in seen)}"])
     try:
-        values = _values(path.read_bytes())
+        values = _values(text)
     except Exception as error:  # for values with tags, PyYAML raises nearly anything
         raise ConfigError([f"{path}: not readable as YAML: {_one_line(error)}"]) from None
     if not isinstance(values, dict):

@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from recipes.config.scalars import is_spelled, text_of, value_of
@@ -445,7 +445,12 @@ class Checker:
         if "://" in value:
             return value
         local = os.path.expanduser(value)
-        if not os.path.exists(local) and not (kind == "ModelPath" and is_hub_id(value)):
+        try:
+            there = bool(local) and Path(local).exists()
+        except OSError as error:  # os.path.exists would say no of what the disk does not give
+            self.missing.append(f"{path}: `{value}` cannot be read ({error.strerror})")
+            return local
+        if not there and not (kind == "ModelPath" and is_hub_id(value)):
             also = ", and it is no hub id (owner/name)" if kind == "ModelPath" else ""
             self.missing.append(f"{path}: `{value}` does not exist (looked in {os.getcwd()}){also}")
         return local

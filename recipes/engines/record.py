@@ -82,7 +82,7 @@ def check_record(recipe: Recipe) -> list[str]:
         recipe: of a run that resumes.
 
     Raises:
-        ValueError: the run goes on, and a key has changed that may not.
+        ValueError: the run goes on, and a key has changed that may not, or the recipe there cannot be read.
     """
     output = Path(recipe.output)
     record = record_of(recipe) / CONFIG
@@ -120,6 +120,8 @@ def _compare_recipes(record: Path, recipe: Recipe, refusal: str, other: str) -> 
         # Keys that may have changed were not checked by earlier versions, and say nothing of the run.
         before = load_config(record, ["checkpoints.allow_changes=[]"], Recipe, missing=[])
     except ConfigError as error:
+        if isinstance(error.__cause__, OSError):  # the recipe there may be of this version, and another
+            raise
         log.warning(f"{record}: not a recipe of this version ({error.lines[0]}); the run goes on without a comparison")
         return []
     changes = list(changes_of(before, recipe))

@@ -1,7 +1,9 @@
 """The checker, on made-up components: types, nesting, and messages with the key and the most similar name."""
 
 import ast
+import errno
 import textwrap
+from unittest.mock import Mock
 
 import pytest
 
@@ -203,6 +205,16 @@ def test_paths_that_are_missing_are_kept_apart_from_errors(tmp_path):
         ]
     assert check(weights_of="openai/clip-vit-large.v1.5")[2] == []
     assert check(folder="toys", weights_of="toys/parts.py")[2] == []
+
+
+def test_a_path_that_the_disk_does_not_give_is_not_called_missing(monkeypatch):
+    monkeypatch.setattr(schema.Path, "exists", Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
+    _, errors, missing = check(folder="toys", weights_of="owner/name")
+    assert errors == []
+    assert missing == [
+        "x.folder: `toys` cannot be read (Stale file handle)",
+        "x.weights_of: `owner/name` cannot be read (Stale file handle)",
+    ]
 
 
 def test_a_path_in_the_users_folder(tmp_path, monkeypatch):

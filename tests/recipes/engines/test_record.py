@@ -259,6 +259,14 @@ def test_a_record_of_another_version_is_not_compared(begun, quick_recipe, capsys
     assert "not a recipe of this version (training.of_old: unknown key" in capsys.readouterr().out
 
 
+def test_a_record_that_the_disk_does_not_give_is_not_passed_over(begun, quick_recipe, monkeypatch):
+    """The run would go on with whatever recipe this one is."""
+    recipe = quick_recipe(begun, *BEGUN)
+    monkeypatch.setattr(Path, "read_bytes", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(ValueError, match=r"config\.yaml: cannot be read \(Input/output error\)"):
+        check_record(recipe)
+
+
 def test_keys_that_an_earlier_start_allowed_and_nothing_has_do_not_end_the_comparison(begun, quick_recipe):
     values = yaml.safe_load((begun / "config.yaml").read_text())
     values["checkpoints"]["allow_changes"] = ["optimizer.lrr"]  # which earlier versions took
