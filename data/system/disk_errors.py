@@ -30,7 +30,7 @@ ADVICE = {
 }
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 UNNAMED = (*FULL, errno.EIO, errno.ESTALE)  # of writes, whose errors do not name the file
-_NOT_OPENED = re.compile(r"unable to open file <(.*)> in read-only mode: .* \((\d+)\)")  # of PyTorch
+_NOT_GIVEN = re.compile(r"unable to (?:open|mmap \d+ bytes from) file <(.*)>.*: .* \((\d+)\)")  # PyTorch cannot read
 _NUMBER = re.compile(r"\[Errno (\d+)\]|\(os error (\d+)\)")
 
 
@@ -58,7 +58,7 @@ def disk_error(error: BaseException) -> OSError | None:
         before = error.__context__
         found = None if before is None else disk_error(before)
         return found or OSError(errno.ENOSPC, "PyTorch cannot write all of it")
-    if isinstance(error, RuntimeError) and (match := _NOT_OPENED.match(text)):
+    if isinstance(error, RuntimeError) and (match := _NOT_GIVEN.match(text)):
         number = int(match[2])
         return OSError(number, os.strerror(number), match[1]) if number in ADVICE else None
     if isinstance(error, RuntimeError) and (match := re.fullmatch(r"File (.*) cannot be opened\.", text)):

@@ -88,7 +88,7 @@ def _of_system(error: BaseException) -> bool:
     """Whether an error says nothing of the bytes of a file. Damaged ones make readers seek to where no file can have
     bytes, and libraries raise OSErrors without a number for them."""
     of_system = isinstance(error, OSError) and error.errno not in (None, errno.EINVAL)
-    of_system |= "in read-only mode" in str(error) and disk_error(error) is not None  # PyTorch's own words
+    of_system |= str(error).startswith("unable to ") and disk_error(error) is not None  # PyTorch's own words
     return of_system or isinstance(error, FileNotFoundError | NotEnoughMemory)
 
 
