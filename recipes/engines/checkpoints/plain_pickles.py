@@ -114,8 +114,11 @@ def load_plain(file: str | Path | BinaryIO, where: str | Path = "", *, lazily: b
             _check_pickle(file)
         return found
     except Exception as error:  # on damaged bytes, PyTorch's reader raises nearly anything
-        if _of_system(error):
-            raise
+        for found in (error, error.__context__):  # zipfile hides what the disk says behind an error of its own
+            if found is not None and _of_system(found):
+                if isinstance(found, OSError) and found.filename is None:
+                    found.filename = str(where or file)
+                raise found from None
         what = f"{where or file}: not a checkpoint that this repository wrote"
         raise DamagedCheckpoint(f"{what}: {_reason(file, error)}") from error
 

@@ -1,7 +1,9 @@
 """Checkpoints are read by PyTorch and by this repository, and a change of what is no tensor is found."""
 
+import errno
 import io
 import zipfile
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -53,6 +55,15 @@ def test_a_changed_name_is_found(file):
     file.write_bytes(data.replace(b"row of a", b"row of b"))
     with pytest.raises(DamagedCheckpoint, match="Bad CRC-32"):
         load_plain(file)
+
+
+def test_a_checkpoint_that_the_disk_does_not_give_is_not_called_damaged(file, monkeypatch):
+    """Its user would remove it."""
+    lost = Mock(side_effect=OSError(errno.EIO, "Input/output error"))
+    monkeypatch.setattr(zipfile, "_EndRecData", lost)  # where the end of the file is read, whose errors zipfile hides
+    with pytest.raises(OSError, match="Input/output") as error:
+        load_plain(file)
+    assert error.value.filename == str(file)
 
 
 def test_an_error_leaves_pytorchs_setting(tmp_path):
