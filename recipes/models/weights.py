@@ -57,8 +57,8 @@ def read_safetensors(file: Path, upgrade: Upgrade | None = None) -> dict[str, Te
 
 def _load_safetensors(file: Path) -> dict[str, Tensor]:
     try:
-        with memory_to_read(file, 2 * file.stat().st_size):  # safetensors maps it twice
-            return load_file(file)
+        with memory_to_read(file, 2 * file.stat().st_size), open(file, "rb"):  # safetensors maps it twice
+            return load_file(file)  # it says of any file that cannot be opened that there is none: `open` says why
     except SafetensorError as error:  # which is no ValueError
         raise ValueError(f"{file}: not a whole safetensors file ({error}); copy it again") from None
 

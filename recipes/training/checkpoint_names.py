@@ -64,7 +64,7 @@ KINDS = {
 
 def resolved(path: Path) -> Path:
     """The file or folder of a checkpoint that a path or a link names: Composer's own link names a part of a folder."""
-    path = path.resolve()
+    path = path.resolve(strict=True)  # else a link that the disk does not give is taken for the checkpoint itself
     return path.parent if path.suffix == ".distcp" else path
 
 

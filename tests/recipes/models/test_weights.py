@@ -1,8 +1,10 @@
 """Weights fit exactly, or the message says where they do not."""
 
+import errno
 import json
 import shutil
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from diffusers import AutoencoderKL, UNet2DConditionModel
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from recipes.models import weights
 from recipes.models.autoregressive.task import Autoregressive
 from recipes.models.language.task import Language
 from recipes.models.latent_diffusion.dit import DiT
@@ -90,6 +93,14 @@ def unet(**changes):
 
 def equal(one, other):
     return all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in one.state_dict().items())
+
+
+def test_a_file_that_may_not_be_read_is_not_called_missing(network, save, monkeypatch):
+    file = save()
+    refused = Mock(side_effect=PermissionError(errno.EACCES, "Permission denied"))
+    monkeypatch.setattr(weights, "open", refused, raising=False)  # as root, who runs tests in containers, reads all
+    with pytest.raises(PermissionError):
+        load_safetensors(network, file)
 
 
 def test_folders_of_diffusers(tmp_path):
