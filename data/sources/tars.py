@@ -23,7 +23,7 @@ import urllib.parse
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
@@ -42,7 +42,7 @@ from data.sources.base import (
     shard_ids,
     try_again,
 )
-from data.system.disk_errors import disk_error
+from data.system.disk_errors import about, disk_error
 from data.system.errors import one_line
 from data.system.side_by_side import side_by_side
 
@@ -208,11 +208,11 @@ def open_tar(url: str) -> Iterator[tuple[BufferedReader, bool]]:
         FileNotFoundError: there is no such tar.
         ValueError: a remote one could not be fetched, or what came is none.
     """
-    no_length = False
+    no_length, named = False, nullcontext()
     if not re.match(r"[a-z0-9]+://", url):
         if not Path(url).is_file():
             raise FileNotFoundError(f"no file {url}: a shard of the source is gone")
-        file = open(url, "rb")  # noqa: SIM115 - closed below
+        file, named = open(url, "rb"), about(Path(url))  # noqa: SIM115 - closed below
     else:
         _remove_left(Path(tempfile.gettempdir()))
         with tempfile.TemporaryDirectory(prefix=FETCHED, ignore_cleanup_errors=True) as folder:  # of NFS
@@ -228,7 +228,7 @@ def open_tar(url: str) -> Iterator[tuple[BufferedReader, bool]]:
                 raise store_error(f"cannot fetch {shown(url)}: {one_line(error)}; {what}", error) from error
             _check_answer(local, url)
             file = open(local, "rb")  # noqa: SIM115 - its name goes now; a killed process leaves nothing behind
-    with file:
+    with file, named:
         yield file, no_length
 
 

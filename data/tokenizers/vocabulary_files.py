@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from data.system.disk_errors import about
 from data.system.files import atomic_write, read_object
 
 VOCABULARY = "vocabulary.json"  # the copy in a set of packed texts or an export
@@ -59,7 +60,8 @@ class VocabularyFile:
         """
         path = Path(path)
         manifest = manifest_path(path)
-        return cls(path, path.read_bytes(), manifest.read_bytes() if manifest.is_file() else None)
+        with about(path):
+            return cls(path, path.read_bytes(), manifest.read_bytes() if manifest.is_file() else None)
 
     @property
     def sha256(self) -> str:

@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from google_crc32c import value as crc32c
 from tensorboard.compat.proto.event_pb2 import Event
 
+from data.system.disk_errors import about
 from data.system.log import log
 
 FILE = re.compile(r"events\.out\.tfevents\.(\d+)\.(.+)\.(\d+)\.(\d+)")  # time, host, process, number in the process
@@ -87,7 +88,7 @@ def _events(file: Path) -> Iterator[Event]:
     A record is its length (8 bytes), a checksum of that (4), the event, and a checksum of the event (4).
     """
     damaged = 0
-    with open(file, "rb") as stream:
+    with about(file), open(file, "rb") as stream:
         while len(head := stream.read(12)) == 12:
             length, checksum = struct.unpack("<QI", head)
             if checksum != _checksum(head[:8]):  # where the next record begins is not known

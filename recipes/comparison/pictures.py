@@ -14,6 +14,7 @@ from PIL import Image
 
 from data.image_grid import cut_grid
 from data.sources.filters import FORMATS
+from data.system.disk_errors import about, disk_error
 from data.system.log import log
 
 GRIDS = ("sample_grid", "token_grid")  # callbacks that write grids of prompts
@@ -75,11 +76,13 @@ def _grids(folder: Path, most: int, end: float) -> list[tuple[int, Image.Image]]
     grids = []
     for batch in batches:
         try:
-            with Image.open(files[batch], formats=FORMATS) as image:
+            with about(files[batch]), Image.open(files[batch], formats=FORMATS) as image:
                 grids.append((batch, image.convert("RGB")))
         except MemoryError:  # for at most what Pillow takes for no bomb: the picture may be whole
             raise
         except Exception as error:  # on damaged files, Pillow's decoders raise almost anything
+            if disk_error(error) is not None:  # the picture may be whole
+                raise
             raise ValueError(f"{files[batch]}: not readable as a picture ({error}); delete it") from None
     return grids
 

@@ -10,6 +10,7 @@ import tarfile
 import threading
 import time
 import tracemalloc
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -34,6 +35,15 @@ def test_the_webdataset_library_and_this_one_read_each_other(tmp_path):
     write_tar(tmp_path / "ours.tar", layout())
     theirs = wds.WebDataset(str(tmp_path / "ours.tar"), shardshuffle=False)
     assert [(row["__key__"], row["png"], row["txt"].decode()) for row in theirs] == ROWS
+
+
+def test_a_tar_that_the_disk_does_not_give_is_named(tmp_path, monkeypatch):
+    """Errors of a file that is open name none."""
+    write_tar(tmp_path / "a.tar", [("a.png", picture(1)), ("a.txt", b"caption")])
+    monkeypatch.setattr(tarfile, "open", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(OSError, match="Input/output") as error:
+        read(TarSource(urls=f"{tmp_path}/a.tar"))
+    assert error.value.filename == f"{tmp_path}/a.tar"
 
 
 def test_tar_members_without_partner(tmp_path):

@@ -1,13 +1,16 @@
 """The page of a comparison: what it holds, that nothing of a run becomes markup, and what a browser makes of it."""
 
+import errno
 import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
+from unittest.mock import Mock
 
 import pytest
 
 from recipes import compare
+from recipes.comparison import pictures
 from recipes.comparison.runs import read_runs
 from tests.recipes.comparison.made import EVIL, PROMPTS, ROOT, log, made_run
 
@@ -178,6 +181,13 @@ def test_one_run_and_one_of_another_version(folders, tmp_path, capsys):
     compare.main([str(folders[0]), str(older), "--out", str(out)])
     assert "checkpoints" in Page(out.read_text()).texts("code")
     assert capsys.readouterr().err == ""
+
+
+def test_a_picture_that_the_disk_does_not_give_is_not_to_be_deleted(folders, capsys, monkeypatch):
+    monkeypatch.setattr(pictures.Image, "open", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(SystemExit):
+        compare.main([str(folder) for folder in folders])
+    assert re.fullmatch(r"error: \S+\.png: Input/output error; look at the disk .*\n", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
