@@ -130,7 +130,7 @@ def write_large(folder: Path, files: int) -> None:
     (folder / "index.json").write_text(json.dumps({"version": 2, "shards": entries}))
     sizes = {"channels": 4, "downsample": 8, "scaling_factor": 1.0, "shift_factor": 0.0}
     Manifest(
-        image_encoder={"weights_hash": "", **sizes},
+        image_encoder={"component": {}, "weights_hash": "", **sizes},
         text_encoder=None,
         resolutions=[256],
         crop="center",
