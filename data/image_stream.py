@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from data.loading import Placement
 from data.sources.base import DecodedSample, Rejected, Sample, Source, samples_of, shards_of
 from data.sources.filters import Filter, decoded
-from data.system.disk_errors import disk_error, disk_line
+from data.system.disk_errors import disk_error, disk_line, may_pass
 from data.system.errors import Outage, WorkersError, WrongResult, with_place
 from data.system.log import log
 from data.tokenizers.clip_words import bound
@@ -214,7 +214,7 @@ class ImageStream(IterableDataset):
                 self.deaths.mark(shard, number + 1)
         except (OSError, ValueError) as error:
             of_disk = disk_error(error)
-            kind = NotAnswered if isinstance(error, Outage | ConnectionError) else NotRead
+            kind = NotAnswered if may_pass(error) else NotRead
             raise kind(with_place(error) if of_disk is None else disk_line(of_disk)) from error
 
     def _decode(

@@ -18,7 +18,7 @@ from streaming.base.format.mds.encodings import get_mds_encoded_size
 from streaming.base.format.mds.reader import MDSReader
 from streaming.base.hashing import get_hash
 
-from data.system.disk_errors import disk_error, disk_line
+from data.system.disk_errors import disk_error, disk_line, may_pass
 from data.system.errors import WorkersError
 from data.system.memory import MEMORY
 from data.system.side_by_side import side_by_side
@@ -26,6 +26,10 @@ from data.system.side_by_side import side_by_side
 
 class DamagedError(WorkersError, ValueError):
     """A file of a set is damaged, or a sample in it is; or the disk does not give it."""
+
+
+class LostError(DamagedError):
+    """The mount of a set does not answer, and later may."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +173,8 @@ class ColumnReader(MDSReader):
             error.filename = error.filename or self.path  # a failed read names no file
             if disk_error(error) is None:
                 raise
-            raise DamagedError(disk_line(error)) from None  # an OSError of a worker process would lose its number
+            kind = LostError if may_pass(error) else DamagedError
+            raise kind(disk_line(error)) from None  # an OSError of a worker process would lose its number
 
     def get_sample_data(self, idx: int) -> bytes:
         """The bytes of a sample. Where it lies is compared with the file's size before anything is read.

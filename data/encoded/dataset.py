@@ -27,7 +27,7 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from data.encoded.column_reader import DamagedError, StoredSample, column_readers
+from data.encoded.column_reader import DamagedError, LostError, StoredSample, column_readers
 from data.encoded.drawn_parts import lean_draws
 from data.encoded.fetching import FetchingDataset, NoAnswer, NotFetched, WholeStream
 from data.encoded.next_order import NextOrder
@@ -286,7 +286,8 @@ class EncodedLoader(StreamingDataLoader):
         except Exception as error:
             end_idle_workers(self)  # they would wait for as long as somebody holds the error, and with it this loader
             if isinstance(error, DamagedError):
-                raise ValueError(error.line) from None
+                kind = Outage if isinstance(error, LostError) else ValueError
+                raise kind(error.line) from None
             if not isinstance(error, NotFetched):
                 raise
             kind = Outage if isinstance(error, NoAnswer) else ValueError

@@ -34,7 +34,7 @@ from streaming.base.world import World
 from data.encoded.mds_index import INDEX, Shard, read_index
 from data.encoded.shard_places import compact_places
 from data.remote.downloads import advice, fetch, is_refused, store_error
-from data.system.disk_errors import about, disk_error, disk_line
+from data.system.disk_errors import about, disk_error, disk_line, may_pass
 from data.system.errors import WorkersError, one_line
 from data.system.files import atomic_write, remove_partial
 from data.system.memory import NotEnoughMemory, memory_to_read
@@ -306,7 +306,7 @@ def _failure(error: Exception, shard: Reader, remote: bool) -> NotEnoughMemory |
         return NotEnoughMemory(str(error))
     kind = NotFetched
     if (of_disk := disk_error(error)) is not None:
-        why = disk_line(of_disk)
+        why, kind = disk_line(of_disk), NoAnswer if may_pass(of_disk) else NotFetched
     elif isinstance(error, NoRoom):
         why = str(error)
     elif remote and not str(error).startswith("Checksum failure"):  # streaming's, of what the store has given

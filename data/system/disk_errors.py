@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from data.system.errors import Outage
+
 # What a user can do about each. Errors with other numbers are bugs, or are handled where they arise.
 _ROOM, _RIGHTS, _DISK = "make room there", "check permissions and how it is mounted", "look at the disk and its mount"
 ADVICE = {
@@ -28,6 +30,7 @@ ADVICE = {
     errno.EEXIST: "a file has the name of a folder: give another folder, or remove it",
     errno.ELOOP: "a link leads back to itself: give another folder",
 }
+LOST = (errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT)  # of a mount whose server or process does not answer
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 UNNAMED = (*FULL, errno.EIO, errno.ESTALE)  # of writes, whose errors do not name the file
 _NOT_GIVEN = re.compile(r"unable to (?:open|mmap \d+ bytes from) file <(.*)>.*: .* \((\d+)\)")  # PyTorch cannot read
@@ -77,6 +80,12 @@ def disk_line(error: OSError) -> str:
     where = f"{error.filename}: " if error.filename is not None else ""
     more = "" if error.filename is not None else ", or in /dev/shm or TMPDIR"
     return f"{where}{error.strerror}; {ADVICE[error.errno]}{more}, and start the same command again"
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether an error is of a store, a server or a mount that does not answer, and later may."""
+    of_disk = disk_error(error)
+    return isinstance(error, Outage | ConnectionError) or (of_disk is not None and of_disk.errno in LOST)
 
 
 @contextmanager

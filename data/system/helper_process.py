@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from data.system.disk_errors import may_pass
 from data.system.errors import Outage
 
 PR_SET_PDEATHSIG = 1  # of Linux' prctl
@@ -111,7 +112,7 @@ def serve(act: Callable[[dict[str, Any]], None]) -> None:
         try:
             act(task)
         except (ValueError, OSError) as error:
-            failure = str(error), isinstance(error, Outage)
+            failure = str(error), may_pass(error)
         print(json.dumps(failure), file=answers, flush=True)
 
 

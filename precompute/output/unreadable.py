@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from data.sources.base import Rejected, Sample, Source, samples_of
+from data.system.disk_errors import may_pass
 from data.system.errors import Outage, WrongResult, with_place
 from precompute.output.claims import begun_shards
 from precompute.output.output_set import UNREADABLE, OutputSet
@@ -42,7 +43,7 @@ def read_samples(source: Source, shard: str) -> Iterator[Sample | Rejected]:
         raise MemoryError(f"while input shard {shard} was read") from error
     except Exception as error:  # libraries that read files have errors of their own
         # With its place, as it may be a bug of a source of one's own, and nothing shows the traceback.
-        raise Unreadable(Problem(with_place(error), isinstance(error, Outage | ConnectionError))) from error
+        raise Unreadable(Problem(with_place(error), may_pass(error))) from error
 
 
 def not_done(output: OutputSet) -> tuple[int, dict[str, Problem]]:

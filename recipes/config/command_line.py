@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.system.disk_errors import disk_error, disk_line
-from data.system.errors import Outage, WrongResult, is_raised, visible
+from data.system.disk_errors import disk_error, disk_line, may_pass
+from data.system.errors import WrongResult, is_raised, visible
 from recipes.config.entry_points import all_components, packages
 from recipes.config.recipe import load_config, to_yaml
 from recipes.config.schema import Parameter, read_section, readable_keys, subsections
@@ -154,7 +154,7 @@ def user_errors() -> Iterator[None]:
             raise
         # Schedulers start a job again after 1, and not after 2.
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        fail([f"{error}{notes}"], status=1 if isinstance(error, Outage | ConnectionError) else 2)
+        fail([f"{error}{notes}"], status=1 if may_pass(error) else 2)
     except MemoryError as error:
         last = (str(error).strip().splitlines() or [""])[-1]  # of the traceback of a worker process
         text = re.sub(r"^[\w.]*(MemoryError|NotEnoughMemory)(: |$)", "", last)
@@ -164,7 +164,7 @@ def user_errors() -> Iterator[None]:
         found = disk_error(error)
         if found is None:
             raise
-        fail([disk_line(found)])
+        fail([disk_line(found)], status=1 if may_pass(found) else 2)
 
 
 def _from_a_library(error: Exception) -> bool:

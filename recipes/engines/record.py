@@ -16,7 +16,8 @@ from typing import Any
 from data.encoded.manifest import NAME as MANIFEST
 from data.encoded.manifest import Manifest
 from data.loading import Loading
-from data.system.disk_errors import ADVICE
+from data.system.disk_errors import ADVICE, may_pass
+from data.system.errors import Outage
 from data.system.files import atomic_folder, read_object, write_json, write_text
 from data.system.log import log
 from data.tokenizers.vocabulary_files import VOCABULARY as COPY
@@ -240,7 +241,7 @@ def keep_texts(output: Path, checkpoint: Path, texts: dict[str, str]) -> None:
                 write_text(folder / name, text)
     except OSError as error:
         advice = ADVICE.get(error.errno, "look at the disk and its mount")
-        raise ValueError(
+        raise (Outage if may_pass(error) else ValueError)(
             f"checkpoints: {record} could not be written ({error.strerror}); {advice} and start again, it goes on "
             "from the checkpoint before"
         ) from error

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from data.system.disk_errors import may_pass
 from data.system.errors import Outage, visible
 
 _calls = count()  # of `by_first_rank`, the same on all ranks
@@ -80,7 +81,7 @@ def on_all_ranks(act: Callable[[], Any]) -> Any:
         What the function returned on this rank.
 
     Raises:
-        ValueError: the function failed on another rank, with an `Outage` if that raised one. A rank on which it failed
+        ValueError: the function failed on another rank, with an `Outage` if it `may_pass`. A rank on which it failed
             raises its own error.
     """
     found, error = None, None
@@ -88,7 +89,7 @@ def on_all_ranks(act: Callable[[], Any]) -> Any:
         found = act()
     except Exception as caught:
         error = caught
-    told = [None if error is None else (str(error), isinstance(error, Outage))] * world_size()
+    told = [None if error is None else (str(error), may_pass(error))] * world_size()
     if world_size() > 1:
         dist.all_gather_object(told, told[0])
     if error is not None:
@@ -144,7 +145,7 @@ def by_first_rank(act: Callable[[], Any]) -> Any:
         What the function returned, on all ranks; any picklable object.
 
     Raises:
-        ValueError: the function failed on the first rank, with an `Outage` if that raised one. The first rank raises
+        ValueError: the function failed on the first rank, with an `Outage` if it `may_pass`. The first rank raises
             its own error. The message is the same.
     """
     if world_size() == 1:
@@ -156,7 +157,7 @@ def by_first_rank(act: Callable[[], Any]) -> Any:
             found = act()
         except Exception as caught:
             error = caught
-        store.set(key, json.dumps(None if error is None else (str(error), isinstance(error, Outage))))
+        store.set(key, json.dumps(None if error is None else (str(error), may_pass(error))))
     else:
         begun = time.monotonic()
         while not store.check([key]):

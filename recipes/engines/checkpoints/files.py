@@ -14,7 +14,8 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from data.system.disk_errors import ADVICE, disk_error
+from data.system.disk_errors import ADVICE, disk_error, may_pass
+from data.system.errors import Outage
 from data.system.files import move, point_to, to_disk
 from data.system.log import log
 from recipes.engines.checkpoints.copies import CheckpointCopies
@@ -82,7 +83,7 @@ def _says_what_to_do(path: Path) -> Iterator[None]:
     """A context for writing a part of a checkpoint, which is removed if the disk refuses it.
 
     Raises:
-        ValueError: the disk refuses it; what to do.
+        ValueError: the disk refuses it; what to do. An `Outage` where a mount does not answer.
     """
     try:
         yield
@@ -91,7 +92,7 @@ def _says_what_to_do(path: Path) -> Iterator[None]:
         if found is None:
             raise
         remove(path.with_name(PARTIAL + path.name))
-        raise ValueError(
+        raise (Outage if may_pass(found) else ValueError)(
             f"checkpoints: {path} could not be written ({found.strerror}); {ADVICE[found.errno]} and start again, it "
             "goes on from the checkpoint before"
         ) from error

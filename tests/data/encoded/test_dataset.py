@@ -30,6 +30,7 @@ from data.encoded.dataset import (
 from data.encoded.sets import local_set
 from data.latents import LatentDataset
 from data.loading import Placement, end_workers, leave_signals
+from data.system.errors import Outage
 from precompute.encoding.columns import LatentColumns
 from precompute.encoding.writer import EncodedSample, ShardWriter, Storage
 from recipes.training.stop import SIGNALS
@@ -364,14 +365,18 @@ def test_a_cut_shard_is_an_error(tmp_path, plain, workers):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_shard_that_the_disk_does_not_give_is_one_line(tmp_path, plain, workers, monkeypatch):
-    def lost(reader, number):
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))  # of a read, whose errors name no file
+@pytest.mark.parametrize(("number", "kind"), [(errno.ESTALE, Outage), (errno.EACCES, ValueError)])
+def test_a_shard_that_the_disk_does_not_give_is_one_line(tmp_path, plain, workers, number, kind, monkeypatch):
+    """A cluster starts the run again where a mount is lost."""
+
+    def lost(reader, sample):
+        raise OSError(number, os.strerror(number))  # of a read, whose errors name no file
 
     monkeypatch.setattr(ColumnReader, "get_sample_data", lost)
     _, fast = copies(tmp_path, plain)
-    with pytest.raises(ValueError, match=r"^/.*shard.\d+.mds: Stale file handle; look at the disk and its mount, and"):
+    with pytest.raises(ValueError, match=rf"^/.*shard.\d+.mds: {os.strerror(number)}; .*, and start") as error:
         list(make_loader(True, fast, workers))
+    assert type(error.value) is kind
 
 
 def test_a_damaged_sample_is_an_error(tmp_path, plain):

@@ -1,5 +1,6 @@
 """Input shards that cannot be read."""
 
+import errno
 from types import SimpleNamespace
 
 import pytest
@@ -26,6 +27,8 @@ def source_with(error):
     [
         (ConnectionError("reset"), True),
         (Outage("cannot fetch s3://a/0.tar: 503"), True),
+        (OSError(errno.ESTALE, "Stale file handle", "/mnt/0.tar"), True),
+        (PermissionError(errno.EACCES, "Permission denied", "/mnt/0.tar"), False),
         (ValueError("cannot fetch s3://a/0.tar: 403"), False),
         (FileNotFoundError("no file s3://a/0.tar"), False),
     ],

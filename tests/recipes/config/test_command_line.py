@@ -1,7 +1,9 @@
 """The scripts as processes: help and mistakes are answered in lines, from any folder, without importing torch."""
 
 import argparse
+import errno
 import io
+import os
 import socket
 import subprocess
 import sys
@@ -189,6 +191,11 @@ def test_errors_that_a_user_can_mend_have_no_traceback(tmp_path, capsys):
         raise ConnectionError("cannot fetch http://a/0.tar: no answer; start again when the server answers")
     assert left.value.code == 1
     assert capsys.readouterr().err.startswith("error: cannot fetch http://a/0.tar: no answer; ")
+    for number, status in ((errno.ESTALE, 1), (errno.ETIMEDOUT, 1), (errno.EIO, 2), (errno.EACCES, 2)):
+        with pytest.raises(SystemExit) as left, user_errors():  # a cluster starts again where a mount is lost
+            raise OSError(number, os.strerror(number), "/mnt/a")
+        assert left.value.code == status
+        assert capsys.readouterr().err.startswith(f"error: /mnt/a: {os.strerror(number)}; ")
     with pytest.raises(SystemExit) as left, user_errors():
         raise KeyboardInterrupt
     assert (left.value.code, capsys.readouterr().err) == (130, "interrupted\n")

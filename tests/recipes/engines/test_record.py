@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from data.encoded.manifest import Manifest
+from data.system.errors import Outage
 from data.tokenizers.vocabulary_files import VocabularyFile
 from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.engines import dry_run_checks
@@ -241,7 +242,7 @@ def test_a_record_that_the_disk_refuses_is_one_line(begun):
 def test_a_record_that_a_lost_mount_refuses_does_not_ask_for_room(begun, monkeypatch):
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
     said = r"records/ep0-ba4 could not be written \(Stale file handle\); look at the disk and its mount and start again"
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(Outage, match=said):  # by which a cluster starts the run again
         keep_with(begun, begun / "checkpoints" / "ep0-ba4-rank0.pt")
 
 
