@@ -112,7 +112,7 @@ def load(task: Task, checkpoint: Checkpoint, weights: Weights | None, deferred: 
     if weights == "ema" and not checkpoint.average:
         raise ValueError(f"--weights ema: {checkpoint.path} holds no averaged weights; use raw")
     averaged = bool(checkpoint.average) and weights != "raw"
-    tensors = {**checkpoint.weights, **(checkpoint.average if averaged else {})}
+    tensors = {**checkpoint.weights, **(_under_all_names(checkpoint.average, task) if averaged else {})}
     own = task.state_dict()
     # Averages are kept in 32 bits, whatever the parameters have.
     tensors = {name: deferred.to(t, own[name].dtype) if name in own else t for name, t in tensors.items()}
@@ -120,6 +120,14 @@ def load(task: Task, checkpoint: Checkpoint, weights: Weights | None, deferred: 
         tensors = {name: deferred.read(tensor) for name, tensor in tensors.items()}
     load_tensors(task, tensors, checkpoint.path, assign=True)
     return averaged
+
+
+def _under_all_names(average: dict[str, Any], task: Task) -> dict[str, Any]:
+    """An average has a parameter that several modules share under its first name only, weights under each."""
+    first = {id(parameter): name for name, parameter in task.named_parameters()}
+    names = {name: first[id(parameter)] for name, parameter in task.named_parameters(remove_duplicate=False)}
+    shared = {name: average[of] for name, of in names.items() if of in average}
+    return {**average, **shared}
 
 
 def training_data(

@@ -24,8 +24,16 @@ Network = TypeVar("Network", bound=nn.Module)
 
 def save_safetensors(tensors: Mapping[str, Tensor], file: Path) -> None:
     """Write a state dict, of which channels_last may have changed the memory format: safetensors takes only contiguous
-    tensors."""
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+    tensors. A parameter that several modules share is written under each of its names, because safetensors refuses
+    tensors that share memory."""
+    written: dict[str, Tensor] = {}
+    memory: set[int] = set()  # addresses
+    for name, tensor in tensors.items():
+        tensor = tensor.contiguous()
+        address = tensor.untyped_storage().data_ptr()
+        written[name] = tensor.clone() if address in memory else tensor
+        memory.add(address)
+    save_file(written, file)
 
 
 def load_safetensors(module: nn.Module, file: Path, upgrade: Upgrade | None = None) -> None:
