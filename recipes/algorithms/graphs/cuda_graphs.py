@@ -12,6 +12,7 @@ from recipes.algorithms.graphs.graphed_forward import GraphedForward
 from recipes.algorithms.graphs.kept_gradients import KeptGradients
 from recipes.algorithms.modules.compile import GRAPH_MODES, Compile, check_called
 from recipes.models.kernels.device_graph import has_graphs, memory_pool
+from recipes.models.shared_parameters import shared_across
 from recipes.training.lever import Lever
 from recipes.training.run import Run
 
@@ -159,14 +160,9 @@ def check_shared(task: nn.Module, captured: Sequence[nn.Module]) -> None:
     Raises:
         ValueError: a captured module shares a trained parameter with another module.
     """
-    inside = {id(module) for part in captured for module in part.modules()}
-    outside = [module for module in task.modules() if id(module) not in inside]
-    seen = {id(p) for module in outside for p in module.parameters(recurse=False)}
-    for part in captured:
-        parameters = [p for p in part.parameters() if p.requires_grad]
-        if any(id(p) in seen for p in parameters):
+    for parameter, names in shared_across(task, captured):
+        if parameter.requires_grad:
             raise ValueError(
-                f"cuda_graphs: {type(part).__name__} shares a parameter with another module; capture both "
-                "together with whole: true, or remove the lever"
+                f"cuda_graphs: {names} are one parameter of modules that are captured apart; capture them together "
+                "with whole: true, or remove the lever"
             )
-        seen |= {id(p) for p in parameters}

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from recipes.algorithms.sharding.shards import own
+from recipes.models.shared_parameters import shared_across
 
 NORMS = (nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, _BatchNorm)
 
@@ -135,10 +136,16 @@ def check_shardable(task: nn.Module, *, by_block: bool) -> None:
         by_block: whether each of its blocks is to be a unit.
 
     Raises:
-        ValueError: the task names no blocks although `by_block` is True, or has a parameter without dimensions.
+        ValueError: `by_block` is True, and the task names no blocks, or a block shares a parameter with another part of
+            the task; or a parameter has no dimensions.
     """
     if by_block and not task.blocks():
         raise ValueError("fsdp: the model names no blocks to shard one by one; set training.fsdp.wrap to model")
+    for _, names in shared_across(task, task.blocks()) if by_block else ():
+        raise ValueError(
+            f"fsdp: {names} are one parameter, which would become several where blocks are sharded one by one; set "
+            "training.fsdp.wrap to model"
+        )
     for name, parameter in task.named_parameters():
         if parameter.ndim == 0:
             raise ValueError(

@@ -14,6 +14,7 @@ from recipes.algorithms.gradients.blocks import block_matrices
 from recipes.algorithms.sixteen_bit.adam16 import Adam16
 from recipes.algorithms.sixteen_bit.block_scaling import Scales, scale_branch, unscale
 from recipes.algorithms.sixteen_bit.fp16_weights import store
+from recipes.models.shared_parameters import shared_across
 from recipes.training.lever import Lever
 from recipes.training.ranks import all_reduce
 from recipes.training.run import Run
@@ -56,7 +57,8 @@ class ResblockGradScaling(Lever):
                 cannot be combined with training.fsdp or powersgd.
 
         Raises:
-            ValueError: blocks without a branch, bounds that contradict each other, or 16-bit weights with powersgd.
+            ValueError: blocks without a branch, a branch that shares a parameter, bounds that contradict each other, or
+                16-bit weights with powersgd.
         """
         if weights == "fp16" and low_rank:
             raise ValueError(
@@ -77,6 +79,11 @@ class ResblockGradScaling(Lever):
                 + "; it is for models whose blocks are x + branch(x)"
             )
         self.branches: list[nn.Module] = [block.branch for block in blocks]
+        for _, names in shared_across(task, self.branches):
+            raise ValueError(
+                f"resblock_grad_scaling: {names} are one parameter, whose gradient would be a sum of gradients with "
+                "different scales; remove the lever, or give each block its own parameters"
+            )
         self.parameters: list[list[nn.Parameter]] = []  # of each branch, once the model is sharded
         self.matrices = block_matrices(task, "resblock_grad_scaling") if weights == "fp16" else None
         self.scales = Scales.new(len(blocks), start)

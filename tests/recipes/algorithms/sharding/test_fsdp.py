@@ -10,7 +10,7 @@ from torch import nn
 
 from recipes.algorithms.modules.activation_checkpointing import recompute
 from recipes.algorithms.sharding.fsdp import Sharding
-from recipes.algorithms.sharding.shard import is_sharded, shard
+from recipes.algorithms.sharding.shard import check_shardable, is_sharded, shard
 from recipes.config.build import build
 from recipes.config.recipe import Recipe, load_config
 from recipes.engines import first_weights, parts
@@ -161,10 +161,36 @@ def test_a_model_with_a_scalar_is_told():
         shard(Scaled(), None, by_block=False)
 
 
+class Tied(Blockless):
+    """FSDP2 would train a weight of its own in each of the blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.other = nn.Linear(2, 2)
+        self.other.weight = self.layer.weight
+
+    def blocks(self):
+        return [self.layer, self.other]
+
+
+class TiedOutside(Tied):
+    def blocks(self):
+        return [self.layer]
+
+
+@pytest.mark.parametrize("kind", [Tied, TiedOutside])
+def test_a_block_that_shares_a_weight_is_told(kind):
+    names = "layer.weight and other.weight are one parameter, .*; set training.fsdp.wrap to model"
+    with pytest.raises(ValueError, match=names):
+        shard(kind(), None)
+    check_shardable(kind(), by_block=False)
+
+
 @pytest.mark.parametrize(
     ("model", "fsdp", "message"),
     [
         (Scaled, "{wrap: model}", "fsdp: the model's gain is a scalar"),
+        (Tied, "{}", "fsdp: layer.weight and other.weight are one parameter"),
         (Blockless, "{}", "fsdp: the model names no blocks"),
     ],
 )

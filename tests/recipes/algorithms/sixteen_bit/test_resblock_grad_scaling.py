@@ -265,6 +265,10 @@ def test_what_does_not_fit_is_refused():
     other.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
     with pytest.raises(ValueError, match="WordTask has blocks of Linear without a residual branch"):
         ResblockGradScaling(other)
+    shared = WordTask()
+    shared.layers[1].branch = shared.layers[0].branch
+    with pytest.raises(ValueError, match="layers.0.branch.* and layers.1.branch.* are one parameter, whose gradient"):
+        ResblockGradScaling(shared)
     with pytest.raises(ValueError, match="the checkpoint has 3 scales, the model 2 blocks"):
         ResblockGradScaling(WordTask()).load_state_dict({"exponents": torch.zeros(3)})
     with pytest.raises(ValueError, match="the identity path is torch.bfloat16"):
