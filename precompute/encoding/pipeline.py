@@ -107,29 +107,37 @@ class EncodePipeline:
         thread = threading.Thread(target=self._write_all, args=[publisher], name="writer", daemon=True)
         thread.start()
         try:
-            before: EncodedBatch | None = None
-            source = iter(batches)
-            while (batch := self._next(source, before)) is not None:
-                current = EncodedBatch(batch, None)
-                if batch.images:
-                    if self.texts is not None:
-                        self.full_captions += int((batch.tokens[:, self._last] != self._padding).sum())
-                    current.encodings = encode(batch.pixels, batch.tokens, self.images, self.texts).to_cpu()
-                # The device works on the new batch while the previous one is checked and written.
-                if before is not None:
-                    self._hand_over(before)
-                before = current
-            if before is not None:
-                self._hand_over(before)
-        finally:
-            self._put(None)
-            thread.join()
-            publisher.shutdown()
-            for writer in self.writers.values():
-                writer.abandon()
-            self.writers.clear()
+            try:
+                self._encode_all(batches)
+            finally:
+                self._put(None)
+                thread.join()
+                publisher.shutdown()
+                for writer in self.writers.values():
+                    writer.abandon()
+                self.writers.clear()
+        except Exception:
+            # The writer's error comes first: after the death of a worker the job would go on without a writer.
+            if self._error is None:
+                raise
         if self._error is not None:
             raise self._error
+
+    def _encode_all(self, batches: Iterable[DecodedBatch]) -> None:
+        before: EncodedBatch | None = None
+        source = iter(batches)
+        while (batch := self._next(source, before)) is not None:
+            current = EncodedBatch(batch, None)
+            if batch.images:
+                if self.texts is not None:
+                    self.full_captions += int((batch.tokens[:, self._last] != self._padding).sum())
+                current.encodings = encode(batch.pixels, batch.tokens, self.images, self.texts).to_cpu()
+            # The device works on the new batch while the previous one is checked and written.
+            if before is not None:
+                self._hand_over(before)
+            before = current
+        if before is not None:
+            self._hand_over(before)
 
     def _next(self, source: Iterator[DecodedBatch], before: EncodedBatch | None) -> DecodedBatch | None:
         started = time.monotonic()

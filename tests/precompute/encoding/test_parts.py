@@ -116,6 +116,21 @@ def test_after_an_error_of_the_writer_nothing_more_is_encoded():
     assert len(list(source)) > 50
 
 
+def test_an_error_of_the_writer_comes_before_the_death_of_a_worker():
+    """After which the job begins what is left again, and would wait for a writer for ever."""
+
+    def source():
+        for number in range(2):  # the first one is handed to the writer when the second is there
+            rejected = [(Position(InputShard("train", "a"), number), Rejected("k", "broken_image"))]
+            yield DecodedBatch({}, torch.empty(0), [], rejected)
+        raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed")
+
+    progress = EncodeProgress(1, quiet=True)
+    job = EncodePipeline(None, None, fail(OSError(errno.ENOSPC, "No space left")), print, progress)
+    with pytest.raises(OSError, match="No space left"):
+        job.run(source())
+
+
 def test_encoders_do_not_wait_for_shards_that_are_complete_together(tmp_path):
     shards, read = [InputShard("train", str(number)) for number in range(12)], threading.Event()
 
