@@ -38,7 +38,10 @@ def stacks_of_workers() -> dict[int, str]:
         if _memory is None or worker.pid is None or not _catches(worker.pid):
             continue
         begin = os.fstat(_memory).st_size
-        os.kill(worker.pid, SIGNAL)
+        try:
+            os.kill(worker.pid, SIGNAL)
+        except ProcessLookupError:  # the main thread has ended it: an error here would end the watchdog
+            continue
         limit = time.monotonic() + 1.0
         while time.monotonic() < limit and os.fstat(_memory).st_size == begin:
             time.sleep(0.02)

@@ -129,13 +129,13 @@ def _watch(done: threading.Event, seconds: float, output: Path, ends: bool, hear
     reported: Progress | None = None
     while not done.wait(min(5.0, seconds / 4)):
         faulthandler.dump_traceback_later(2 * seconds, exit=ends, file=2)
-        last, now = _last, time.monotonic()
+        stepped, last, now = _stepped, _last, time.monotonic()  # in this order: "start" has no run
         silent = now - last.time
         # The run has its device when it has done a batch.
-        heartbeat.write(well_until(last, _stepped, now, seconds), last.hook, _stepped and last.run.on_gpu)
+        heartbeat.write(well_until(last, stepped, now, seconds), last.hook, stepped and last.run.on_gpu)
         if reported is not None and last is reported:
             # After the report, since the other ranks report, too.
-            if ends and now > hung_at(last, _stepped, seconds) + GRACE:
+            if ends and now > hung_at(last, stepped, seconds) + GRACE:
                 say(f"rank {rank}: ended by training.watchdog_ends; start again to go on from the newest checkpoint")
                 os._exit(EXIT_CODE)
             continue

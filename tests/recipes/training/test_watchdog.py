@@ -1,6 +1,7 @@
 """A run that hangs says where."""
 
 import ctypes
+import faulthandler
 import itertools
 import multiprocessing
 import os
@@ -9,10 +10,12 @@ import time
 import traceback
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from data.loading import leave_signals
+from data.workers import stacks
 from recipes.training import watchdog
 from recipes.training.levers import Levers
 from recipes.training.watchdog import alive, calls, innermost, watched
@@ -167,6 +170,42 @@ def test_signs_of_life_keep_it_silent(tmp_path, capfd):
     with watched(None, tmp_path):
         pass
     assert "rank" not in capfd.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_a_worker_that_ends_while_it_is_asked_has_no_stacks(monkeypatch):
+    """The main thread may end it at any time. An error would end the watchdog's thread."""
+    stacks.keep_stacks()
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+    worker.start()
+
+    def ends(process):
+        if process == worker.pid:
+            worker.kill()
+            worker.join()
+        return process == worker.pid
+
+    monkeypatch.setattr(stacks, "_catches", ends)
+    assert stacks.stacks_of_workers() == {}
+
+
+def test_a_first_batch_may_end_while_the_watchdog_looks(tmp_path, monkeypatch):
+    """What it has seen of the start, it does not mix with what it sees of the batch: the start has no run."""
+    beats, clock, looks = [], time.monotonic, iter([False, True])
+
+    def batch_ends():
+        monkeypatch.setattr(watchdog, "time", time)
+        alive("step_end", FakeRun().at(1))
+        return clock()
+
+    alive("start", None)
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=batch_ends))
+    done = SimpleNamespace(wait=lambda seconds: next(looks))
+    heartbeat = SimpleNamespace(write=lambda until, hook, on_gpu: beats.append((hook, on_gpu)))
+    try:
+        watchdog._watch(done, 300.0, tmp_path, False, heartbeat)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    assert beats == [("start", False)]
 
 
 def test_calls_are_those_of_this_repository_and_the_innermost():
