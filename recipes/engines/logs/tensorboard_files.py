@@ -104,13 +104,14 @@ class LastingFile:
                 self._append(records)
 
     def _append(self, records: bytes) -> None:
-        size = 0
+        size = None
         try:
             size = self._path.stat().st_size
             self._file.write(records)
         except OSError as error:
-            with suppress(OSError):  # readers stop at half a record, whatever follows
-                os.truncate(self._path, size)
+            if size is not None:  # a mount may be back by now that was lost before, with all that is in the file
+                with suppress(OSError):  # readers stop at half a record, whatever follows
+                    os.truncate(self._path, size)
             if time.monotonic() - self._said >= SAID:
                 self._said = time.monotonic()
                 advice = f"{error.strerror}; {ADVICE.get(error.errno, 'look at the disk and its mount')}"

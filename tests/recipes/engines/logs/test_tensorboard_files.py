@@ -1,6 +1,8 @@
 """TensorBoard files: when they are written, also to a disk that is full for a while."""
 
+import errno
 import logging
+from pathlib import Path
 
 import numpy as np
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
@@ -50,3 +52,25 @@ def test_a_folder_that_is_gone_does_not_end_a_run(tmp_path, caplog):
         writer.close("FINISHED")
     (said,) = [record.getMessage() for record in caplog.records]
     assert str(tmp_path / "run") in said and "No such file or directory; look at the disk and its mount; tra" in said
+
+
+def test_a_mount_that_is_back_at_once_has_all_that_was_written_before(tmp_path, monkeypatch):
+    """The file was cut to no length where its own could not be read."""
+    writer = TensorBoardWriter(tmp_path, flush_every=1)
+    (file,) = tmp_path.iterdir()
+    stat, lost = Path.stat, []
+
+    def lost_once(path, **options):
+        if path == file and lost:
+            lost.clear()
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", lost_once)
+    writer.figures({"loss": 1.0}, 1)
+    lost.append(file)
+    writer.figures({"loss": 2.0}, 2)
+    writer.figures({"loss": 3.0}, 3)
+    writer.close("FINISHED")
+    assert not lost
+    assert [event.step for event in EventFileLoader(str(file)).Load() if event.HasField("summary")] == [1, 3]
