@@ -150,7 +150,7 @@ def _end_at_once(numbers: int, launched: bool) -> None:
 
 def _say(line: str) -> None:
     """Print a line on the first rank."""
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("RANK", "0") == "0" and sys.__stdout__ is not None:  # None: started without one (>&-)
         say(line, sys.__stdout__.fileno())
 
 

@@ -62,6 +62,20 @@ def test_before_the_first_batch_a_signal_ends_the_process(tmp_path, wait):
     assert (tmp_path / "out").read_text() == "SIGTERM: nothing to save; start it again to go on\n"
 
 
+def test_a_process_without_standard_output_ends_at_a_signal_too():
+    """It was started by `>&-`. The line about it was an error, which ended the thread in place of the process."""
+    numbers, write_end = os.pipe()
+    os.write(write_end, bytes([signal.SIGTERM, stop.NO_SIGNAL]))
+    child = os.fork()
+    if not child:
+        try:
+            sys.__stdout__ = None
+            stop._end_at_once(numbers, launched=False)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == stop.EXIT_CODE
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_while_packages_are_imported_a_signal_ends_the_process(tmp_path, quick_recipe, number):
     """Schedulers would count a failure by the status of a signal that nobody handles, or that the handlers give which
