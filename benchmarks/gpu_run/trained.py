@@ -39,7 +39,7 @@ from callbacks.number_format import number_format_of
 from data.system.log import log
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe
-from recipes.engines import parts
+from recipes.engines import first_weights
 from recipes.engines.composer.trainer import build_trainer
 from recipes.models.task import Task
 from recipes.planning.hardware.peak_flops import NumberFormat, peak_flops
@@ -181,11 +181,9 @@ def train_under_lightning(recipe: Recipe, measurements: list[ComposerCallback]) 
 @contextlib.contextmanager
 def made_on(device: torch.device) -> Iterator[None]:
     """Initial weights are drawn on the device, which takes less than a second instead of ten."""
-    build = parts.build
+    build = first_weights.build
 
     def on_device(component: Any, **context: Any) -> Any:
-        if getattr(component, "group", None) != "model":
-            return build(component, **context)
         try:
             with device:
                 return build(component, **context)
@@ -193,11 +191,11 @@ def made_on(device: torch.device) -> Iterator[None]:
             log.info(f"weights are made on the CPU: {error}")
             return build(component, **context)
 
-    parts.build = on_device
+    first_weights.build = on_device
     try:
         yield
     finally:
-        parts.build = build
+        first_weights.build = build
 
 
 class Warnings(logging.Handler):

@@ -24,6 +24,7 @@ from benchmarks.gpu_run.subjects import (
     START,
     SUBJECTS,
     all_that_pay,
+    recipe_for,
     shipped_change,
     single_changes,
     why_not_compared,
@@ -31,6 +32,7 @@ from benchmarks.gpu_run.subjects import (
 from precompute.config import EncodeConfig
 from recipes.algorithms.sixteen_bit import adam16 as optimizer
 from recipes.config.recipe import load_config
+from recipes.engines.first_weights import new_task
 from recipes.models.autoregressive.flex import SHORTEST
 
 pytest_plugins = ["pytester"]
@@ -276,6 +278,14 @@ def test_both_engines_are_measured(tmp_path):
     composer, lightning = (line["values"] for line in context.records.rows("U-Net at 256, 16 images per GPU"))
     assert composer["loss"] == lightning["loss"] and lightning["images/s"] > 0
     assert lightning["s to the second step"] > 0
+
+
+def test_first_weights_are_made_on_the_device(tmp_path):
+    recipe = recipe_for(SUBJECTS["unet_256"], [], True, tmp_path)
+    with trained.made_on(torch.device("meta")):
+        task = new_task(recipe, sent=False)
+    assert {parameter.device.type for parameter in task.parameters()} == {"meta"}
+    assert {parameter.device.type for parameter in new_task(recipe, sent=False).parameters()} == {"cpu"}
 
 
 def test_every_kind_of_kernel_counts_as_something():
