@@ -21,8 +21,9 @@ LATENTS = [
     "evals.val={resolution: 16, workers: 0}",
     "callbacks.sample_grid={prompts: [a dot, a star], steps: 2, batch: 2}",
 ]
+DDPM = [*LATENTS, "model.objective.eval_timesteps=[50, 950]"]  # two of five: each is computed alike
 UNET = [
-    *LATENTS,
+    *DDPM,
     "model.denoiser={channels: [32,64], attention: [true,false], heads: [1,2], blocks: 1, text_width: 16}",
     "data.expect={scaling_factor: 0.5, text_length: 12}",
     "evals.val.expect={scaling_factor: 0.5, text_length: 12}",
@@ -79,8 +80,8 @@ SMALLER = {
     "docs_gpt2": ("text_sets", TEXTS),
     "dvae": ("drawings", [*DVAE, "data.filter=null", "evals.val.filter=null", "schedule.over=2ba"]),
     "openmoji_dalle": ("token_sets", TOKENS),
-    "openmoji_diffusion": ("latent_sets", [*LATENTS, SMALL_DIT, WARMUP]),
-    "openmoji_unet": ("latent_sets", [*LATENTS, SMALL_UNET, WARMUP]),
+    "openmoji_diffusion": ("latent_sets", [*LATENTS, SMALL_DIT, WARMUP, "model.objective.eval_times=[0.1, 0.9]"]),
+    "openmoji_unet": ("latent_sets", [*DDPM, SMALL_UNET, WARMUP]),
     "openmoji_dvae": ("drawings", [*DVAE, WARMUP]),
     "openmoji_vae": ("drawings", VAE),
     "openmoji_text": ("drawings", CONTRASTIVE),

@@ -51,7 +51,7 @@ def seen(request, stub_gpu, tmp_path_factory):
         path = folder / f"{name}_graphs.yaml"
         path.write_text(to_yaml(load_config(whole, changes, Recipe)))
         plan[f"{name} graphs"] = (engine, str(path))
-    changes = ["training={microbatch: auto, duration: 10ba}", f"output={folder}/auto"]
+    changes = ["training={microbatch: auto, global_batch: 4, duration: 9ba}", f"output={folder}/auto"]
     (folder / "auto.yaml").write_text(to_yaml(load_config(folder / "sd2_base_graphs.yaml", changes, Recipe)))
     plan["sd2_base auto"] = ("lightning", str(folder / "auto.yaml"))
     for name in AVERAGED:
@@ -121,4 +121,4 @@ def test_it_searches_for_its_microbatch_before_it_captures(seen):
     report = seen["sd2_base", "auto"]
     if "error" in report:
         pytest.fail(report["error"], pytrace=False)
-    assert report["found"] == [8] and report["captured"] > 0 and report["strays"] == 0
+    assert report["found"] == [4] and report["captured"] > 0 and report["strays"] == 0
