@@ -132,17 +132,23 @@ def _parse(overrides: list[str]) -> dict[str, Any]:
             errors.append(f"{override}: expected key=value on the command line (or --help, --dry-run, --print-config)")
             continue
         try:
-            key, text = override.split("=", 1)
-            given = OmegaConf.create()
-            OmegaConf.update(given, key, load(text))
-            values = merge(values, OmegaConf.to_container(given, resolve=False))
+            values = merge(values, _given(override))
         except (OmegaConfBaseException, yaml.YAMLError, ValueError) as error:  # of bytes that are not UTF-8, too
             errors.append(f"{override}: not readable as YAML: {_one_line(error)}")
         except RecursionError as error:
-            errors.append(_one_line(error, key))
+            errors.append(_one_line(error, override.split("=", 1)[0]))
     if errors:
         raise ConfigError(errors)
     return values
+
+
+@functools.lru_cache(1024)  # as `_values`; a table of settings gives most overrides dozens of times
+def _given(override: str) -> dict[str, Any]:
+    """The values of one override. The result is shared: it must not be changed."""
+    key, text = override.split("=", 1)
+    given = OmegaConf.create()
+    OmegaConf.update(given, key, load(text))
+    return OmegaConf.to_container(given, resolve=False)
 
 
 def _one_line(error: Exception, where: str = "") -> str:

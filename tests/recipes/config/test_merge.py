@@ -1,13 +1,15 @@
 """Properties of merging, and of writing a config as YAML and reading it back."""
 
 import re
+from unittest import mock
 
 import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from recipes.config import reading
 from recipes.config.components import COMPONENTS
-from recipes.config.reading import merge
+from recipes.config.reading import merge, read_values
 from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.config.schema import LARGEST_FLOAT, Checker
 
@@ -114,3 +116,22 @@ def test_what_is_saved_reads_back_the_same(tmp_path_factory, name, lr, tags, see
     file = tmp_path_factory.getbasetemp() / "saved.yaml"
     file.write_text(to_yaml(config), encoding="utf-8")
     assert load_config(file, [], Recipe, []) == config
+
+
+def test_an_override_is_read_once_and_nobody_changes_what_it_said(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("once_a: {b: [1]}")
+    overrides = ["once.c={d: [2], e: '${once_a.b}'}", "once.c.f=3"]
+
+    def read():
+        return read_values(tmp_path / "recipe.yaml", overrides)
+
+    with mock.patch.object(reading, "load", wraps=reading.load) as loads:
+        found, other = read(), read_values(tmp_path / "recipe.yaml", [*overrides, "once.c.d=4", "once_a.b=5"])
+        assert other == {"once_a": {"b": 5}, "once": {"c": {"d": 4, "e": 5, "f": 3}}}
+        expected = {"once_a": {"b": [1]}, "once": {"c": {"d": [2], "e": [1], "f": 3}}}
+        assert found == expected
+        found["once"]["c"]["d"].append(6)
+        found["once"]["c"]["f"] = found["once_a"]["b"].append(7)
+        assert read() == expected
+    texts = ["{d: [2], e: '${once_a.b}'}", "3", "4", "5"]
+    assert [call.args[0] for call in loads.mock_calls if isinstance(call.args[0], str)] == texts
