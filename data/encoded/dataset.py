@@ -33,7 +33,7 @@ from data.encoded.fetching import FetchingDataset, NoAnswer, NotFetched, WholeSt
 from data.encoded.next_order import NextOrder
 from data.encoded.sets import EncodedSet
 from data.encoded.shared_batches import BatchBlocks, Specs, bytes_of
-from data.encoded.shared_names import lock_cache, own_names
+from data.encoded.shared_names import lock_cache, own_names, sized_memory
 from data.loading import REMEMBERED_POSITIONS, WEIGHT, Batch, Placement, end_idle_workers, leave_signals, position
 from data.ranges import check_reading
 from data.system.errors import Outage, one_line
@@ -139,7 +139,8 @@ class EncodedDataset(FetchingDataset):
     def load_state_dict(self, obj: dict[str, Any]) -> None:
         """See `StreamingDataset.load_state_dict`. Nothing is left of an epoch that has fewer samples now than the state
         has seen of it, where streaming would raise an error."""
-        super().load_state_dict(obj | {"sample_in_epoch": min(obj["sample_in_epoch"], int(self.epoch_size))})
+        with sized_memory():  # all ranks of a machine share it
+            super().load_state_dict(obj | {"sample_in_epoch": min(obj["sample_in_epoch"], int(self.epoch_size))})
 
     @property
     def epoch(self) -> int:

@@ -11,19 +11,22 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from multiprocessing.shared_memory import SharedMemory
 from os import environ, uname
 from pathlib import Path
 from zlib import crc32
 
 import torch.distributed as dist
-from streaming.base.shared import prefix
+from streaming.base.shared import memory, prefix
 
 from data.encoded.stale_memory import clear, hold
 from data.system.locks import held
 
 BITS = 48
+PATIENCE = 60.0  # seconds for a process that has made memory to give it a size; one that was killed never does
 
 _caches: dict[Path, ExitStack] = {}  # that this process has locked, until it ends
 
@@ -43,9 +46,38 @@ def own_names() -> Iterator[None]:
     numbers = prefix._each_prefix_int
     prefix._each_prefix_int = lambda: itertools.count(number)
     try:
-        yield
+        with sized_memory():
+            yield
     finally:
         prefix._each_prefix_int = numbers
+
+
+class Sized(SharedMemory):
+    """Memory that is opened once it has a size. Another process gives it one a moment after its name; streaming waits
+    7 ms for that: on a busy machine, ranks ended with `cannot mmap an empty file`."""
+
+    def __init__(self, name: str | None = None, create: bool = False, size: int = 0) -> None:
+        end = time.monotonic() + PATIENCE
+        while True:
+            try:
+                super().__init__(name, create, size)
+                return
+            except ValueError as error:
+                if create or "empty file" not in str(error) or time.monotonic() > end:
+                    raise
+                self.close()  # its file
+                time.sleep(0.01)
+
+
+@contextmanager
+def sized_memory() -> Iterator[None]:
+    """A context in which streaming waits for the size of memory that another rank of this machine makes."""
+    theirs = memory.BuiltinSharedMemory
+    memory.BuiltinSharedMemory = Sized
+    try:
+        yield
+    finally:
+        memory.BuiltinSharedMemory = theirs
 
 
 def lock_cache(folder: str) -> None:

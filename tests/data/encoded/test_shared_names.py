@@ -1,15 +1,22 @@
 """Several runs on one machine: names of shared memory, and caches."""
 
+import json
 import multiprocessing
 import os
+import threading
+from multiprocessing.shared_memory import SharedMemory, _posixshmem
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
-from streaming.base.shared import prefix
+from streaming.base.constant import RESUME
+from streaming.base.shared import memory, prefix
 from streaming.base.world import World
 
+from data.encoded.sets import local_set
 from data.encoded.shared_names import lock_cache, own_names
+from data.latents import latents
+from data.loading import Placement
 from tests.locks import held_by_a_child
 
 
@@ -41,6 +48,27 @@ def test_data_sets_of_two_processes_that_begin_at_once_have_other_names(monkeypa
         run.join()
     assert all(isinstance(number, int) for number in found), found
     assert found[0] != found[1]
+
+
+def test_memory_to_which_another_rank_gives_a_size_later_is_waited_for(latent_sets, monkeypatch):
+    """Where the other one had to wait for a processor between both, a run that went on ended with a ValueError."""
+    placement = Placement(8, training=True)
+    stream = {"name": local_set(path=str(latent_sets / "train"))}
+    dataset = latents(placement, {}, streams=stream, resolution=16).loader.dataset
+    state = dataset.state_dict(8, from_beginning=True)
+    monkeypatch.setattr(memory, "BuiltinSharedMemory", SharedMemory)  # tests are inside of `own_names`
+    name = "/" + prefix._get_path(dataset._shm_prefix_int, RESUME)
+    file = _posixshmem.shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
+    timer = threading.Timer(0.5, os.ftruncate, (file, 4096))
+    timer.start()
+    try:
+        dataset.load_state_dict(state)
+        assert json.loads(bytes(dataset._resume_shm.buf).split(b"\0")[0]) == state
+    finally:
+        timer.join()
+        os.close(file)
+        _posixshmem.shm_unlink(name)
+    assert memory.BuiltinSharedMemory is SharedMemory
 
 
 def test_outside_names_are_streamings_own():
