@@ -1,6 +1,7 @@
 """Composer and Lightning train alike: the same losses, weights, averages and validation, also after a resume and when a
 run goes on under the other engine."""
 
+import functools
 import json
 import shutil
 import warnings
@@ -134,17 +135,34 @@ class Samples(Callback):
         self.epochs.append([])
 
 
+# Of these runs, nothing but the samples and their places in the run is looked at.
+SAMPLES = ["algorithms.scheduled_ema=null", "training={microbatch: null, eval_every: null}", "evals.val=null"]
+SAMPLES += ["checkpoints.autoresume=true"]
+OTHER_BATCHES = [*SAMPLES, "schedule={name: linear, warmup: 0ba, final: 0.0}", "optimizer.lr=1e-3"]
+
+
+@pytest.fixture(scope="module")
+def begun(recipes, tmp_path_factory):
+    """Engine -> (output, samples) of a run of 4 batches of 4, which others go on from in copies of its folder."""
+
+    @functools.cache
+    def run(engine):
+        output = tmp_path_factory.mktemp("begun") / engine
+        recipe = recipes["diffusion"](output, *OTHER_BATCHES, "training={duration: 4ba, global_batch: 4}")
+        return output, record(engine, recipe, Samples()).epochs[0]
+
+    return run
+
+
 @pytest.mark.parametrize("engine", ["composer", "lightning"])
 @pytest.mark.parametrize(("global_batch", "left"), [(8, 24), (16, 16), (10, 20)])
-def test_a_run_goes_on_with_other_batches_and_the_rest_of_its_epoch(recipes, tmp_path, engine, global_batch, left):
-    always = ["algorithms.scheduled_ema=null", "training.eval_every=null", "checkpoints.autoresume=true"]
-    always += ["schedule={name: linear, warmup: 0ba, final: 0.0}", "optimizer.lr=1e-3"]
-    first = recipes["diffusion"](tmp_path, *always, "training={duration: 4ba, global_batch: 4}")
-    seen = record(engine, first, Samples()).epochs[0]
-    change = ["training={duration: 2ep}", "checkpoints.allow_changes=[training]"]
-    samples = record(
-        engine, recipes["diffusion"](tmp_path, *always, *change, f"training.global_batch={global_batch}"), Samples()
-    )
+def test_a_run_goes_on_with_other_batches_and_the_rest_of_its_epoch(
+    recipes, begun, tmp_path, engine, global_batch, left
+):
+    output, seen = begun(engine)
+    shutil.copytree(output, tmp_path, symlinks=True, dirs_exist_ok=True)
+    change = [f"training={{duration: 2ep, global_batch: {global_batch}}}", "checkpoints.allow_changes=[training]"]
+    samples = record(engine, recipes["diffusion"](tmp_path, *OTHER_BATCHES, *change), Samples())
     rest, whole, _ = samples.epochs
     assert len(seen) == 16 and len(rest) == left and len(whole) == 40 - 40 % global_batch
     assert len({*seen, *rest}) == 16 + left
@@ -154,21 +172,33 @@ def test_a_run_goes_on_with_other_batches_and_the_rest_of_its_epoch(recipes, tmp
     assert samples.rates[1:] == pytest.approx([1e-3 * (1 - share) for share in samples.shares[:-1]])
 
 
+def epochs_of(recipes, output, engine, length):
+    recipe = recipes["diffusion"](output, *SAMPLES, "checkpoints.every=1ep", f"training.duration={length}ep")
+    return record(engine, recipe, Samples()).epochs[:-1]
+
+
+@pytest.fixture(scope="module")
+def of_three(recipes, tmp_path_factory):
+    """Engine -> (epochs of a run of three, that of a run of one, its output, in copies of which others go on)."""
+
+    @functools.cache
+    def run(engine):
+        output = tmp_path_factory.mktemp("one") / engine
+        whole = epochs_of(recipes, tmp_path_factory.mktemp("three") / engine, engine, 3)
+        return whole, epochs_of(recipes, output, engine, 1), output
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("engine", "other"), [("composer", "composer"), ("lightning", "lightning"), ("lightning", "composer")]
 )
-def test_a_run_goes_on_from_the_end_of_an_epoch_with_the_next_one(recipes, tmp_path, engine, other):
-    always = ["algorithms.scheduled_ema=null", "training.eval_every=null", "checkpoints={every: 1ep, autoresume: true}"]
-
-    def epochs(name, engine, length):
-        recipe = recipes["diffusion"](tmp_path / name, *always, f"training.duration={length}ep")
-        return record(engine, recipe, Samples()).epochs[:-1]
-
-    whole = epochs("whole", engine, 3)
-    first = epochs("parts", engine, 1)
+def test_a_run_goes_on_from_the_end_of_an_epoch_with_the_next_one(recipes, of_three, tmp_path, engine, other):
+    whole, first, output = of_three(engine)
+    parts = shutil.copytree(output, tmp_path / "parts", symlinks=True)
     if other != engine:
-        convert(tmp_path / "parts" / "checkpoints" / KINDS[engine].link, other)
-    assert first + epochs("parts", other, 2) + epochs("parts", other, 3) == whole
+        convert(parts / "checkpoints" / KINDS[engine].link, other)
+    assert first + epochs_of(recipes, parts, other, 2) + epochs_of(recipes, parts, other, 3) == whole
 
 
 @pytest.mark.parametrize(
@@ -177,11 +207,9 @@ def test_a_run_goes_on_from_the_end_of_an_epoch_with_the_next_one(recipes, tmp_p
 )
 def test_a_run_goes_on_in_an_epoch_that_is_not_the_set_once(recipes, tmp_path, engine, size):
     """Engines do not know why it is not, nor does the data know engines."""
-    always = ["algorithms.scheduled_ema=null", "training.eval_every=null", "checkpoints.autoresume=true"]
-    always += [f"data.{size}"]
 
     def epochs(name, batches):
-        recipe = recipes["diffusion"](tmp_path / name, *always, f"training.duration={batches}ba")
+        recipe = recipes["diffusion"](tmp_path / name, *SAMPLES, f"data.{size}", f"training.duration={batches}ba")
         return record(engine, recipe, Samples()).epochs
 
     first, rest, whole = epochs("parts", 2), epochs("parts", 14), epochs("whole", 14)
@@ -190,10 +218,9 @@ def test_a_run_goes_on_in_an_epoch_that_is_not_the_set_once(recipes, tmp_path, e
 
 @pytest.mark.parametrize("engine", ["composer", "lightning"])
 def test_a_run_goes_on_with_fewer_samples_than_it_has_seen(recipes, tmp_path, engine):
-    always = ["algorithms.scheduled_ema=null", "training.eval_every=null", "checkpoints.autoresume=true"]
-    record(engine, recipes["diffusion"](tmp_path, *always, "training.duration=4ba"))
+    record(engine, recipes["diffusion"](tmp_path, *SAMPLES, "training.duration=4ba"), Samples())
     change = ["data.epoch_size=16", "checkpoints.allow_changes=[data]", "training.duration=6ba"]
-    epochs = record(engine, recipes["diffusion"](tmp_path, *always, *change), Samples()).epochs
+    epochs = record(engine, recipes["diffusion"](tmp_path, *SAMPLES, *change), Samples()).epochs
     (whole,) = filter(None, epochs)
     assert len(whole) == len(set(whole)) == 16
 
