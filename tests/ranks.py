@@ -25,6 +25,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import TextIO
 from unittest import mock
@@ -177,7 +178,7 @@ def _import_all() -> None:
     import torch._inductor.debug
     import torch._inductor.pattern_matcher  # which any compilation imports
     import torch.utils.tensorboard  # noqa: F401 - which the loggers of both engines import
-    from composer.utils.collect_env import get_cpu_model
+    from composer.utils import collect_env
 
     import recipes.engines.composer.trainer
     from recipes.config.components import COMPONENTS
@@ -189,7 +190,9 @@ def _import_all() -> None:
     for builder in builders:
         with contextlib.suppress(ImportError):  # a test that needs what is missing says so itself
             importlib.import_module(builder.split(":")[0])
-    get_cpu_model()  # Composer's Trainer starts a process to ask for it, once per process
+    collect_env.get_cpu_model()  # Composer's Trainer starts a process to ask for it, once per process
+    # Each of its trainers and checkpoints goes through the list of its files for this: 8 ms.
+    collect_env.get_composer_commit_hash = functools.cache(collect_env.get_composer_commit_hash)
 
 
 def _serve(listener: socket.socket) -> None:
@@ -311,6 +314,7 @@ def _become(rank: int, request: dict, port: int) -> None:
     do_not_wait_for_disks()
     if size > 1:
         _share_groups()
+        _share_device()
         _refuse_what_nccl_refuses()
     sys.argv = request["words"]
     runpy.run_path(sys.argv[0], run_name="__main__")
@@ -339,6 +343,25 @@ def _share_groups() -> None:
         return made[key]
 
     device_mesh.new_group = distributed_c10d.new_group = former_or_new
+
+
+def _share_device() -> None:
+    """All groups of gloo send by one device, as its options allow.
+
+    By default each group has its own, whose thread wakes a hundred times per second until the process ends.
+    """
+    from torch.distributed import ProcessGroupGloo
+
+    init, device = ProcessGroupGloo.__init__, functools.cache(ProcessGroupGloo.create_default_device)
+
+    def init_with_device(
+        group: ProcessGroupGloo, store: object, rank: int, size: int, timeout: timedelta = timedelta(minutes=30)
+    ) -> None:
+        options = ProcessGroupGloo._Options()
+        options._devices, options._timeout = [device()], timeout
+        init(group, store, rank, size, options)
+
+    ProcessGroupGloo.__init__ = init_with_device
 
 
 def _refuse_what_nccl_refuses() -> None:
