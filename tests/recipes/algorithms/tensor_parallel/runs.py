@@ -16,6 +16,7 @@ from tests.recipes.engines.stacked import stacked
 
 SEQUENCE = "training.sequence_parallel=true"
 NO_EXPORT = "callbacks.export=null"
+UNSAVED = "checkpoints.save=false"
 KEPT = "algorithms.activation_checkpointing=null"
 TWO = "training.microbatch=4"  # two microbatches of all 8 samples, which the only group has
 # One machine per group, between which PowerSGD of full rank averages and clips.
@@ -65,11 +66,11 @@ def check_runs(recipes: dict[str, str], folder: Path) -> None:
         "two machines": run("two_machines", "lightning", 2, *MACHINES, middle("plain"), NO_EXPORT),
     }
     earlier = f"checkpoints.load_path={of_earlier_version(folder / 'composer', folder / 'earlier')}"
-    changes = [*MACHINES, earlier, NO_EXPORT, SEQUENCE, KEPT]
+    changes = [*MACHINES, earlier, NO_EXPORT, SEQUENCE, KEPT, UNSAVED]
     runs["machines, sequence"] = run("sequence", "lightning", 2, *changes)
     for name, other in runs.items():
         compare(plain, other, name)
-    short = ["training.duration=2ba", "checkpoints.save=false", NO_EXPORT]
+    short = ["training.duration=2ba", "evals.val=null", UNSAVED, NO_EXPORT]
     scaling = "algorithms={scheduled_ema: null, scaling: {name: resblock_grad_scaling}}"
     scaled = run("scaled", "lightning", 4, scaling, SEQUENCE, TWO, *short)
     torch.testing.assert_close(scaled.losses, plain.losses[:2], rtol=1e-3, atol=0)  # in fp16
@@ -114,11 +115,12 @@ def check_resumed_dropout(recipes: dict[str, str], folder: Path) -> None:
         first = run(f"dropout_{engine}")
         checkpoints = (folder / f"dropout_{engine}" / "checkpoints").iterdir()
         middle = next(path for path in checkpoints if "-ba1" in path.name)
-        again = run(f"dropout_{engine}_again", f"checkpoints.load_path={middle}")
+        again = run(f"dropout_{engine}_again", f"checkpoints.load_path={middle}", UNSAVED)
         assert again.losses == first.losses[1:] and len(again.losses) == 1, (engine, again.losses, first.losses)
         figures = [dict(one.evals[-1][2]) for one in (first, again)]
         assert figures[0] == figures[1] and set(figures[0]) == {"loss", "perplexity"}
         whole = ["training={tensor_parallel: 1, sequence_parallel: false, microbatch: 2, fsdp: {}}", NO_EXPORT]
+        whole += [UNSAVED, "evals.val=null"]
         apart = run(f"dropout_{engine}_apart", f"checkpoints.load_path={middle}", *whole)
         assert [one.states() for one in (first, again, apart)] == [4 // int(model[-1]), 4 // int(model[-1]), 4]
 
@@ -133,7 +135,7 @@ def check_resumed_dit(recipes: dict[str, str], folder: Path) -> None:
 
     first = run("dit", 2)
     middle = next(path for path in (folder / "dit" / "checkpoints").iterdir() if "-ba2" in path.name)
-    again = run("dit_again", 4, f"checkpoints.load_path={middle}", "checkpoints.save=false", NO_EXPORT, TWO)
+    again = run("dit_again", 4, f"checkpoints.load_path={middle}", UNSAVED, NO_EXPORT, TWO)
     compare(first, again, "dit")
     if dist.get_rank() == 0:
         for network, weights in (("transformer", first.weights), ("transformer_ema", first.average)):
