@@ -106,7 +106,7 @@ def test_schedules_have_come_to_their_ends(whole):
 def test_a_run_that_stopped_goes_on_as_if_it_had_not(whole, small, fit, tmp_path):
     recipe, trainer = whole
     checkpoint = next(Path(recipe.output, "checkpoints").glob("*ba6-rank0.pt"))
-    resumed = fit(small(tmp_path, f"checkpoints.load_path={checkpoint}", "evals={}"))
+    resumed = fit(small(tmp_path, f"checkpoints.load_path={checkpoint}", "evals.val=null"))
     assert resumed.state.timestamp.batch == 12
     assert all((a == b).all() for a, b in zip(weights(resumed), weights(trainer), strict=True))
 
@@ -120,7 +120,7 @@ def test_a_picture_that_kills_its_decoder_is_left_out(small, fit, tmp_path, monk
         return decode(self, sample, shrink_to)
 
     monkeypatch.setattr(Filter, "decode", kill)
-    without = ["data.workers=1", "evals={}", "checkpoints.save=false", "callbacks.reconstructions=null"]
+    without = ["data.workers=1", "evals.val=null", "checkpoints.save=false", "callbacks.reconstructions=null"]
     assert fit(small(tmp_path, *without, "training.duration=6ba")).state.timestamp.batch == 6
     deaths = [json.loads(line) for line in (tmp_path / "crashes.jsonl").read_text().splitlines()]
     assert [death["key"] for death in deaths] == ["00001_0012"] * 2

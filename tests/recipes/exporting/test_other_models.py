@@ -91,7 +91,7 @@ def test_the_card_counts_the_images_of_all_sets(token_recipe, token_sets, tmp_pa
 
 
 def test_other_models_keep_their_own_format(tmp_path, drawings):
-    source = [f"data.source.urls={drawings}/train/*.tar", "evals={}", f"output={tmp_path}/run"]
+    source = [f"data.source.urls={drawings}/train/*.tar", "evals.val=null", f"output={tmp_path}/run"]
     small = ["model={channels: [8, 16], norm_groups: 4}", "training.device=cpu"]
     recipe = load_config(ROOT / "yamls" / "openmoji_vae.yaml", [*source, *small], Recipe)
     path, task = a_run(recipe, average=False)
@@ -107,7 +107,7 @@ def test_other_models_keep_their_own_format(tmp_path, drawings):
 
 
 def test_the_card_of_a_dvae_opens_it(tmp_path, drawings):
-    source = [f"data.source.urls={drawings}/train/*.tar", "evals={}", f"output={tmp_path}/run"]
+    source = [f"data.source.urls={drawings}/train/*.tar", "evals.val=null", f"output={tmp_path}/run"]
     small = ["model={codes: 8, hidden: 8, blocks: 1}", "training.device=cpu"]
     path, task = a_run(load_config(ROOT / "yamls" / "openmoji_dvae.yaml", [*source, *small], Recipe), average=False)
     export(path, tmp_path / "out")

@@ -165,7 +165,7 @@ def test_seeds(quick_recipe, tmp_path):
         "callbacks.sample_grid={name: sample_grid, every: 2ba, prompts: [a dot], steps: 2}",
         "callbacks.export={name: export, every: 2ba}",
     )  # fmt: skip
-    alone = run("alone", 1, "evals={}", "callbacks.throughput=null", "data.workers=1")
+    alone = run("alone", 1, "evals.val=null", "callbacks.throughput=null", "data.workers=1")
     assert one == watched == alone
 
 
