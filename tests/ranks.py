@@ -348,7 +348,8 @@ def _share_groups() -> None:
 def _share_device() -> None:
     """All groups of gloo send by one device, as its options allow.
 
-    By default each group has its own, whose thread wakes a hundred times per second until the process ends.
+    By default each group has its own, whose thread wakes a hundred times per second until the process ends. Where a
+    script names an interface, PyTorch makes the devices of it.
     """
     from torch.distributed import ProcessGroupGloo
 
@@ -357,6 +358,9 @@ def _share_device() -> None:
     def init_with_device(
         group: ProcessGroupGloo, store: object, rank: int, size: int, timeout: timedelta = timedelta(minutes=30)
     ) -> None:
+        if "GLOO_SOCKET_IFNAME" in os.environ:
+            init(group, store, rank, size, timeout)
+            return
         options = ProcessGroupGloo._Options()
         options._devices, options._timeout = [device()], timeout
         init(group, store, rank, size, options)
