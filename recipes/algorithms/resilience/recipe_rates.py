@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from copy import deepcopy
 from typing import Any
 
 from torch.optim import Optimizer
@@ -22,7 +24,9 @@ class RecipeRates(Lever):
 
     def built(self, optimizer: Optimizer) -> None:
         """Remember the settings of a new optimizer, whose learning rates are the peak ones."""
-        self.groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        kept = {"params", *_counts(optimizer)}
+        # Copies: schedules fill a learning rate that is a tensor, in place.
+        self.groups = [{k: deepcopy(v) for k, v in group.items() if k not in kept} for group in optimizer.param_groups]
 
     def loaded(self, run: Run) -> None:
         groups = run.optimizer.param_groups
@@ -36,3 +40,10 @@ class RecipeRates(Lever):
                 rate = peak * (rate / before if before else 1.0)
             group.update(settings | {"lr": rate, "initial_lr": peak})
         run.peak_rates_changed()
+
+
+def _counts(optimizer: Optimizer) -> set[str]:
+    """Values that an optimizer keeps in its groups and nobody sets, such as a count of steps: a checkpoint has them."""
+    classes = [kind for kind in type(optimizer).__mro__ if issubclass(kind, Optimizer)]
+    settings = {name for kind in classes for name in inspect.signature(kind.__init__).parameters}
+    return set(optimizer.defaults) - settings

@@ -34,3 +34,31 @@ def test_rates_after_a_checkpoint_has_been_loaded(saved, rate):
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
     if saved.get("initial_lr") == 0.2:
         assert first["lr"] == saved["lr"]
+
+
+class Counts(torch.optim.Optimizer):
+    """Keeps the number of its steps in its groups."""
+
+    def __init__(self, parameters, lr, beta=0.9):
+        super().__init__(parameters, {"lr": lr, "beta": beta, "steps": 0})
+
+
+def test_counts_stay_those_of_the_checkpoint():
+    optimizer, lever = Counts([nn.Parameter(torch.ones(2))], lr=0.2, beta=0.5), RecipeRates()
+    lever.built(optimizer)
+    (group,) = optimizer.param_groups
+    group.update({"lr": 0.1, "initial_lr": 0.2, "beta": 0.9, "steps": 7})
+    lever.loaded(SimpleNamespace(optimizer=optimizer, peak_rates_changed=lambda: None))
+    assert (group["steps"], group["beta"], group["lr"]) == (7, 0.5, 0.1)
+
+
+def test_a_peak_rate_that_is_a_tensor_stays_what_it_was():
+    """Schedules fill it in place."""
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=torch.tensor(0.5), fused=True)
+    lever = RecipeRates()
+    lever.built(optimizer)
+    (group,) = optimizer.param_groups
+    group["lr"].fill_(0.0)  # the first batch of a warm-up
+    group.update({"lr": torch.tensor(0.125), "initial_lr": torch.tensor(0.25)})
+    lever.loaded(SimpleNamespace(optimizer=optimizer, peak_rates_changed=lambda: None))
+    assert (group["lr"].item(), group["initial_lr"].item()) == (0.25, 0.5)
