@@ -35,6 +35,7 @@ from recipes.algorithms.tensor_parallel.lever import TensorParallel
 from recipes.config.build import build, build_on_meta, encoders_of
 from recipes.config.recipe import Recipe, Training
 from recipes.engines.check_classes import check_classes, check_loader, check_step
+from recipes.engines.checkpoints.own_optimizers import keep_formats
 from recipes.engines.first_weights import new_task, started_from
 from recipes.engines.logs.loggers import Opener
 from recipes.engines.logs.tracking import tracked_run
@@ -178,6 +179,7 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
     def new_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         optimizer = build(recipe.optimizer, parameters=parameters, task=task)
         check_step(optimizer)
+        keep_formats(optimizer)
         for lever in rates:
             lever.built(optimizer)
         return optimizer

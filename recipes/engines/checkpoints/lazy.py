@@ -21,6 +21,9 @@ def copied(value: Any) -> Any:
 
 def copy_moments(optimizer: Optimizer) -> None:
     """Copy the state of an optimizer that was loaded: PyTorch takes over tensors that are on the right device."""
+
+    def copy(tensor: Tensor) -> Tensor:
+        return tensor.clone() if tensor.device.type == "cpu" else tensor
+
     for values in optimizer.state.values():
-        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-        values |= {name: tensor.clone() for name, tensor in tensors.items() if tensor.device.type == "cpu"}
+        values |= tree_map_only(Tensor, copy, values)

@@ -18,6 +18,7 @@ from recipes.engines.checkpoints.checksums import save_full
 from recipes.engines.checkpoints.early_save import EarlySave
 from recipes.engines.checkpoints.files import CheckpointFiles, end_if_asked, first_rank_writes, whole
 from recipes.engines.checkpoints.lever_states import LEVERS, gathered, separated
+from recipes.engines.checkpoints.own_optimizers import steps_of_nothing
 from recipes.engines.checkpoints.save_planner import save_sharded
 from recipes.engines.composer.run import ComposerRun
 from recipes.training.callback import Callback
@@ -81,7 +82,8 @@ class WholeCheckpoints(CheckpointSaver):
 
 def _write(state: State, path: Path, sharded: bool) -> None:
     """Does what Composer's `_save_checkpoint` does, and saves the tensors of levers like those of the model."""
-    saved = {"state": state.state_dict(), "rng": reproducibility.get_rng_state()}  # gathered from all ranks
+    with steps_of_nothing():
+        saved = {"state": state.state_dict(), "rng": reproducibility.get_rng_state()}  # gathered from all ranks
     levers = dict(saved["state"]["algorithms"])
     with whole(path) as partial:
         if sharded:

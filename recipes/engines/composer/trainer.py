@@ -31,6 +31,7 @@ from recipes.engines.checkpoints.files import CheckpointFiles
 from recipes.engines.checkpoints.lazy import copy_moments
 from recipes.engines.checkpoints.legacy import upgraded
 from recipes.engines.checkpoints.moments import add_empty
+from recipes.engines.checkpoints.own_optimizers import steps_of_nothing
 from recipes.engines.checkpoints.plain_pickles import load_plain, plain_pickles
 from recipes.engines.checkpoints.same_model import saved_in
 from recipes.engines.composer.adapters import RunLevers, as_algorithms, callbacks_of, run_callback
@@ -104,6 +105,7 @@ def build_trainer(recipe: Recipe, change: Callable[[Parts], None] = lambda parts
         own_data_parallel(parts.levers.average),
         own_wrapping(),
         own_unpickling(parts.task, optimizer),
+        steps_of_nothing(),
     ):
         trainer = new_trainer(recipe, place, parts, optimizer)
     count_in_present_batches(trainer, recipe, parts)

@@ -33,6 +33,7 @@ from recipes.engines.checkpoints.legacy import upgraded
 from recipes.engines.checkpoints.lever_states import LEVERS, forms, gathered, joined, separated
 from recipes.engines.checkpoints.moments import add_empty
 from recipes.engines.checkpoints.own_load_plan import OwnLoadPlan
+from recipes.engines.checkpoints.own_optimizers import steps_of_nothing
 from recipes.engines.checkpoints.plain_pickles import loadable, plain_pickles
 from recipes.engines.checkpoints.save_planner import save_sharded
 from recipes.engines.counts import Counts
@@ -145,9 +146,11 @@ class Checkpoints:
         set_model_state_dict(run.task, state["weights"], options=options)
         add_empty(state["optimizer"])
         moments = (value for values in state["optimizer"]["state"].values() for value in values.values())
-        if not any(isinstance(value, Tensor) for value in moments):  # PyTorch looks for the device of full ones
+        # PyTorch looks for the device of full ones that it divides. A whole task takes over exactly what was saved.
+        if not (self._parts.divided and any(isinstance(value, Tensor) and value.ndim for value in moments)):
             options = StateDictOptions()
-        set_optimizer_state_dict(run.task, run.optimizer, state["optimizer"], options=options)
+        with steps_of_nothing():
+            set_optimizer_state_dict(run.task, run.optimizer, state["optimizer"], options=options)
         copy_moments(run.optimizer)
         run.peak_rates_changed()
 
@@ -205,10 +208,11 @@ class Checkpoints:
         run = self._run
         gathers = full and self._parts.divided
         options = StateDictOptions(full_state_dict=gathers, cpu_offload=gathers)
-        return {
-            "weights": get_model_state_dict(run.task, options=options),
-            "optimizer": get_optimizer_state_dict(run.task, run.optimizer, options=options),
-        }
+        with steps_of_nothing():
+            return {
+                "weights": get_model_state_dict(run.task, options=options),
+                "optimizer": get_optimizer_state_dict(run.task, run.optimizer, options=options),
+            }
 
     def _state(self) -> dict[str, Any]:
         """What a checkpoint holds besides `_tensors`."""

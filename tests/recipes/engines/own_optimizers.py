@@ -1,0 +1,88 @@
+"""Optimizers as users may add them, with states that PyTorch's own do not have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+
+class OddStates(Optimizer):
+    """Moments of 16 bits, integers, flags, nested tensors and plain values, on which each update depends."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["mean"] = torch.zeros_like(p, dtype=torch.bfloat16)
+                    state["count"] = torch.full_like(p, 2**24 + 1, dtype=torch.int64)  # no number of 32-bit floats
+                    state |= {"seen": torch.zeros_like(p, dtype=torch.bool), "older": [torch.zeros_like(p)], "steps": 0}
+                state["mean"].mul_(0.9).add_(p.grad.bfloat16(), alpha=0.1)
+                state["count"] += 2
+                state["seen"] |= p.grad > 1e-3
+                state["steps"] += 1
+                update = state["mean"].float() + state["older"][0] / state["steps"] + state["count"] % 2 * 1e-3
+                state["older"][0].copy_(p.grad)
+                p.sub_(torch.where(state["seen"], update, update / 2), alpha=group["lr"])
+
+
+class Scalars(Optimizer):
+    """One number per parameter, and no other tensors."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                variance = self.state[p].setdefault("variance", torch.zeros(()))
+                variance.lerp_(p.grad.square().mean(), 0.1)
+                p.sub_(p.grad / (variance.sqrt() + 1e-8), alpha=group["lr"])
+
+
+class DecaysApart(Optimizer):
+    """Decay that the learning rate does not multiply, a count of steps in its group, and later also a momentum."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] += 1
+            for p in group["params"]:
+                p.mul_(0.99).sub_(p.grad, alpha=group["lr"] / group["steps"])
+                if group["steps"] > 2:
+                    p.sub_(self.state[p].setdefault("momentum", p.grad.clone()), alpha=group["lr"])
+
+
+def odd_states(parameters: Iterable[nn.Parameter], *, lr: float) -> Optimizer:
+    """
+    Args:
+        lr: peak learning rate.
+    """
+    return OddStates(parameters, lr)
+
+
+def scalars(parameters: Iterable[nn.Parameter], *, lr: float) -> Optimizer:
+    """
+    Args:
+        lr: peak learning rate.
+    """
+    return Scalars(parameters, lr)
+
+
+def decays_apart(parameters: Iterable[nn.Parameter], *, lr: float) -> Optimizer:
+    """
+    Args:
+        lr: peak learning rate.
+    """
+    return DecaysApart(parameters, lr)

@@ -1,0 +1,38 @@
+"""Runs with optimizers of one's own go on from checkpoints as if they had not ended."""
+
+import pytest
+
+from recipes.config.components import COMPONENTS
+from recipes.engines.checkpoints.conversion import convert
+from tests.recipes.engines.recording import assert_bit_equal, record
+
+OWN = ("odd_states", "scalars", "decays_apart")
+NAMES = {"composer": ("ep0-ba3-rank0.pt", "lightning"), "lightning": ("ep0-ba3.ckpt", "composer")}
+
+
+@pytest.fixture
+def own_recipe(quick_recipe, monkeypatch):
+    for name in OWN:
+        monkeypatch.setitem(COMPONENTS["optimizer"], name, f"tests.recipes.engines.own_optimizers:{name}")
+
+    def make(output, name, engine, *overrides):
+        optimizer = f"optimizer={{name: {name}, lr: 2e-3}}"
+        lengths = ("training.duration=6ba", "training.eval_every=3ba", "checkpoints.every=3ba", "checkpoints.keep=-1")
+        average = "algorithms.scheduled_ema={name: scheduled_ema, start: 1ba, decay: 0.5}"
+        return quick_recipe(output, optimizer, *lengths, average, f"training.engine={engine}", *overrides)
+
+    return make
+
+
+@pytest.mark.parametrize("engine", NAMES)
+@pytest.mark.parametrize("name", OWN)
+def test_a_run_goes_on_in_either_engine_as_if_it_had_not_ended(tmp_path, own_recipe, name, engine):
+    """PyTorch casts what is loaded to the parameters' number format, and makes a step with a learning rate of 0."""
+    whole = record(engine, own_recipe(tmp_path / "whole", name, engine))
+    file, other = NAMES[engine]
+    checkpoint = tmp_path / "whole" / "checkpoints" / file
+    for path, reader in ((checkpoint, engine), (convert(checkpoint, other), other)):
+        output = tmp_path / reader
+        resumed = record(reader, own_recipe(output, name, reader, f"checkpoints.load_path={path}"))
+        assert len(resumed.losses) == 3
+        assert_bit_equal(resumed, whole)
