@@ -38,6 +38,7 @@ from recipes.planning.length import in_epochs
 from recipes.training.clock import Clock
 from recipes.training.lever import Lever
 from recipes.training.run import Precision, Run
+from recipes.training.schedules import checked
 
 
 def check_on_meta(recipe: Recipe) -> None:
@@ -89,7 +90,7 @@ def _check_on_meta(recipe: Recipe, use_gpu: bool, epoch_batches: int | None) -> 
     _prepare(recipe, levers, run, devices)
     if epoch_batches is None and any(in_epochs(plain_values(recipe))):
         return  # only the data says which lengths fit each other
-    schedule(run.clock)
+    checked(schedule, recipe.schedule.name)(run.clock)
     for lever in levers:
         lever.check_run(run)
 

@@ -50,7 +50,7 @@ from recipes.training.lever import Lever
 from recipes.training.levers import Levers
 from recipes.training.ranks import from_first_rank, rank, world_size
 from recipes.training.run import Precision
-from recipes.training.schedules import Schedule
+from recipes.training.schedules import Schedule, checked
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
         levers=Levers(levers, first=[guard, *rates], last=[FirstRankSends(task)] if sent else []),
         callbacks=callbacks,
         new_optimizer=new_optimizer,
-        schedule=schedule,
+        schedule=checked(schedule, recipe.schedule.name),
         divided=divided,
         copies=copies,
         loggers=[build(logger, **context) for logger in recipe.loggers.values()],

@@ -64,6 +64,34 @@ def linear(*, warmup: Duration = "0ba", final: float = 0.0) -> Schedule:
     return rate
 
 
+def checked(schedule: Schedule, name: str) -> Schedule:
+    """A schedule whose factors are numbers that a learning rate may have, as Python's: no run could go on from a
+    checkpoint with one of NumPy's, and by a negative rate a model would silently unlearn.
+
+    Args:
+        schedule: of the recipe.
+        name: of the schedule, for messages.
+    """
+
+    def factor(clock: Clock) -> float:
+        """
+        Raises:
+            ValueError: the schedule gives no number, or one that is negative or not finite.
+        """
+        value = schedule(clock)
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not 0 <= number < math.inf:
+            raise ValueError(
+                f"schedule: {name} gives {value!r} at batch {clock.batch}; give a finite factor of 0 or more"
+            )
+        return number
+
+    return factor
+
+
 def _warmed_up(clock: Clock, warmup: str) -> float:
     """The factor in a linear warm-up, from 0 to 1."""
     length, unit = clock.position(warmup)

@@ -2,7 +2,9 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from composer import Time
 from composer.core import Timestamp
 from composer.optim import CosineAnnealingWithWarmupScheduler, LinearWithWarmupScheduler
@@ -10,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes.training.clock import Clock
-from recipes.training.schedules import constant, cosine, linear
+from recipes.training.schedules import checked, constant, cosine, linear
 
 
 def clock_at(batch, duration, epoch=None):
@@ -79,3 +81,16 @@ def test_rates_below_zero_are_refused(schedule):
 def test_a_cosine_over_nothing_is_refused():
     with pytest.raises(ValueError, match="schedule: over: 0ba; give a length above 0"):
         cosine(over="0ba")
+
+
+@pytest.mark.parametrize("factor", [1.5, 0, np.float64(0.25), torch.tensor(0.5)])
+def test_factors_of_own_schedules_are_numbers_of_python(factor):
+    """With one of NumPy's in its groups, no run could go on from a checkpoint."""
+    number = checked(lambda clock: factor, "mine")(clock_at(3, "10ba"))
+    assert type(number) is float and number == factor
+
+
+@pytest.mark.parametrize("factor", [-0.1, float("nan"), float("inf"), None, "half", [0.1, 0.2]])
+def test_no_learning_rate_is_negative_or_not_finite(factor):
+    with pytest.raises(ValueError, match="^schedule: mine gives .* at batch 3; give a finite factor of 0 or more$"):
+        checked(lambda clock: factor, "mine")(clock_at(3, "10ba"))
