@@ -6,11 +6,13 @@ import inspect
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from data.loading import Loading
 from recipes.config.build import import_builder
 from recipes.config.recipe import Recipe
+from recipes.engines.checkpoints.plain_pickles import loadable
 from recipes.training.callback import Callback
 from recipes.training.hooks import Hooks
 from recipes.training.lever import Lever
@@ -42,16 +44,88 @@ def check_classes(recipe: Recipe) -> None:
 def check_step(optimizer: torch.optim.Optimizer) -> None:
     """
     Raises:
-        ValueError: its step takes no closure, which Lightning gives to it in the first batch.
+        ValueError: its step takes no closure, which PyTorch gives to it when a run goes on, or needs one, or it
+            exchanges weights for validation.
     """
+    kind, step = type(optimizer), inspect.signature(optimizer.step)
     try:
-        inspect.signature(optimizer.step).bind(closure=None)
+        step.bind(closure=None)
     except TypeError:
-        kind = type(optimizer)
         raise ValueError(
             f"optimizer: {kind.__name__}.step ({kind.__module__}) takes no closure; define step(self, closure=None), "
             "which need not call it"
         ) from None
+    try:
+        step.bind()
+    except TypeError:
+        raise ValueError(
+            f"optimizer: {kind.__name__}.step ({kind.__module__}) needs a closure, and a run gives it none: gradients "
+            "are ready when it is called; use an optimizer that needs none"
+        ) from None
+    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+        raise ValueError(
+            f"optimizer: {kind.__name__} ({kind.__module__}) has train() and eval(), which a run does not call: "
+            "validation, checkpoints and exports would have the weights of training; use another optimizer, and "
+            "algorithms.scheduled_ema for averages"
+        )
+
+
+def check_kept(optimizer: torch.optim.Optimizer, task: nn.Module, saved: bool) -> None:
+    """
+    Args:
+        optimizer: of the run.
+        task: its model.
+        saved: whether the run saves or loads checkpoints, which hold `state` and `param_groups` of an optimizer.
+
+    Raises:
+        ValueError: it lacks a trained parameter, or has what checkpoints would not hold.
+    """
+    kind = type(optimizer)
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    missing = [name for name, p in task.named_parameters() if p.requires_grad and id(p) not in known]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ValueError(
+            f"optimizer: {kind.__name__} leaves out {missing[0]}{more}, which would not be trained; give it all "
+            "parameters, or freeze these in the model by requires_grad_(False)"
+        )
+    if not saved:
+        return
+    empty = [str(number) for number, group in enumerate(optimizer.param_groups) if not group["params"]]
+    if len(empty) > 1:  # PyTorch tells one from the others
+        raise ValueError(
+            f"optimizer: {kind.__name__} has groups without parameters ({', '.join(empty)}), and no run could go on "
+            "from a checkpoint; leave them out"
+        )
+    other = [key for key in optimizer.state_dict() if key not in ("state", "param_groups")]
+    if other:
+        raise ValueError(
+            f"optimizer: {kind.__name__}.state_dict ({kind.__module__}) has {other[0]!r}, and checkpoints hold "
+            "state and param_groups alone; keep it in one of these"
+        )
+    for name, value in vars(optimizer).items():
+        parts = value if isinstance(value, list) else [value]
+        apart = any(isinstance(part, torch.optim.Optimizer) and part.state is not optimizer.state for part in parts)
+        if apart and kind.state_dict is torch.optim.Optimizer.state_dict:
+            raise ValueError(
+                f"optimizer: {kind.__name__} ({kind.__module__}) keeps the state of its {name} apart, and checkpoints "
+                "would not hold it; let both have one `state`"
+            )
+    loadable(f"optimizer: {kind.__name__}", {"groups": _options(optimizer)})
+    told = False
+
+    def first_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        nonlocal told
+        if not told:
+            told = True
+            states = [dict(state) for state in optimizer.state.values()]
+            loadable(f"optimizer: {kind.__name__}", {"state": states, "groups": _options(optimizer)})
+
+    optimizer.register_step_post_hook(first_step)
+
+
+def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
 def check_loader(loading: Loading, recipe: Recipe, engine: str) -> None:

@@ -34,7 +34,7 @@ from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradSca
 from recipes.algorithms.tensor_parallel.lever import TensorParallel
 from recipes.config.build import build, build_on_meta, encoders_of
 from recipes.config.recipe import Recipe, Training
-from recipes.engines.check_classes import check_classes, check_loader, check_step
+from recipes.engines.check_classes import check_classes, check_kept, check_loader, check_step
 from recipes.engines.checkpoints.own_optimizers import keep_formats
 from recipes.engines.first_weights import new_task, started_from
 from recipes.engines.logs.loggers import Opener
@@ -179,6 +179,7 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
     def new_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         optimizer = build(recipe.optimizer, parameters=parameters, task=task)
         check_step(optimizer)
+        check_kept(optimizer, task, recipe.checkpoints.save or recipe.checkpoints.load_path is not None)
         keep_formats(optimizer)
         for lever in rates:
             lever.built(optimizer)

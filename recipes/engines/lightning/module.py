@@ -147,7 +147,7 @@ class TaskModule(pl.LightningModule):
     def _step(self) -> None:
         scaler = self._run.scaler
         if scaler is None:
-            self.optimizers().step()
+            self._run.optimizer.step()  # Lightning's would give it a closure that computes nothing
         else:
             scaler.step(self._run.optimizer)
             scaler.update()

@@ -59,3 +59,64 @@ def test_the_step_of_an_optimizer_takes_a_closure():
     check_classes.check_step(torch.optim.SGD(parameters, lr=1.0))
     with pytest.raises(ValueError, match=r"^optimizer: Bare.step \(.*\) takes no closure; define step\(self, closure="):
         check_classes.check_step(Bare(parameters, lr=1.0))
+
+
+def test_steps_that_need_a_closure_and_weights_that_are_exchanged():
+    """Lightning gave a closure that computes nothing; nobody called train() and eval()."""
+
+    class Averages(torch.optim.SGD):
+        def train(self):
+            raise AssertionError("not called")
+
+        eval = train
+
+    parameters = [torch.nn.Parameter(torch.zeros(2))]
+    with pytest.raises(ValueError, match=r"^optimizer: LBFGS.step \(.*\) needs a closure, and a run gives it none"):
+        check_classes.check_step(torch.optim.LBFGS(parameters))
+    with pytest.raises(ValueError, match=r"^optimizer: Averages \(.*\) has train\(\) and eval\(\), which a run"):
+        check_classes.check_step(Averages(parameters, lr=1.0))
+
+
+class Outer(torch.optim.Optimizer):
+    """Wraps another optimizer, and keeps its own state beside it."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+
+    def step(self, closure=None):
+        self.inner.step()
+
+
+class Slow(torch.optim.SGD):
+    def state_dict(self):
+        return super().state_dict() | {"slow": 1}
+
+
+@pytest.mark.parametrize(("make", "said"), [
+    (lambda ps: torch.optim.SGD(ps[:1], lr=1.0), r"SGD leaves out bias, which would not be trained; give it all"),
+    (lambda ps: torch.optim.SGD([{"params": []}, {"params": ps}, {"params": []}], lr=1.0),
+     r"SGD has groups without parameters \(0, 2\), and no run could go on from a checkpoint; leave them out"),
+    (lambda ps: Slow(ps, lr=1.0), r"Slow.state_dict \(.*\) has 'slow', and checkpoints hold state and param_groups"),
+    (lambda ps: Outer(torch.optim.SGD(ps, lr=1.0)), r"Outer \(.*\) keeps the state of its inner apart, and"),
+    (lambda ps: torch.optim.SGD([{"params": ps, "rule": Outer}], lr=1.0), r"SGD: state_dict returns 'groups' with a"),
+])  # fmt: skip
+def test_what_checkpoints_of_an_optimizer_would_not_hold(make, said):
+    task = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=f"^optimizer: {said}"):
+        check_classes.check_kept(make(list(task.parameters())), task, saved=True)
+
+
+def test_a_state_that_is_not_loaded_from_checkpoints_is_found_at_the_first_step():
+    class Odd(torch.optim.SGD):
+        def step(self, closure=None):
+            self.state[self.param_groups[0]["params"][0]]["kind"] = Outer
+
+    task = torch.nn.Linear(2, 2)
+    for saved in (False, True):
+        optimizer = Odd(task.parameters(), lr=1.0)
+        check_classes.check_kept(optimizer, task, saved)
+        if saved:
+            with pytest.raises(ValueError, match="^optimizer: Odd: state_dict returns 'state' with a value"):
+                optimizer.step()
+        optimizer.step()
