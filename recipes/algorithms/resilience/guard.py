@@ -176,9 +176,12 @@ def _asks(run: Run) -> int:
 def _looks_at_flags(run: Run) -> bool:
     """Whether the optimizer skips an update by itself if its attribute `found_inf` is 1, as gradient scalers ask it to.
 
-    The host then need not wait for the gradients before it launches the update.
+    The host then need not wait for the gradients before it launches the update. PyTorch's fused ones do so; one that
+    inherits from them, or wraps one of them, may change weights in a step of its own.
     """
-    fused = getattr(run.optimizer, "_step_supports_amp_scaling", False)
+    name, kind = "_step_supports_amp_scaling", type(run.optimizer)
+    of_torch = kind.step.__module__.startswith("torch.optim.") and vars(run.optimizer).get(name, False)
+    fused = of_torch or getattr(kind, name, None) is True
     return fused and run.precision != "amp_fp16"
 
 

@@ -64,6 +64,50 @@ def test_a_batch_that_is_not_finite_moves_nothing(tmp_path, value, fused):
     assert (2, {"nonfinite/in_a_row": 1, "nonfinite/skipped": 1}) in run.logged
 
 
+class Shrinks(torch.optim.AdamW):
+    """Adds an update of its own to that of a fused optimizer."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=0.1)
+
+
+class Wraps(torch.optim.Optimizer):
+    """Hands over to a fused optimizer what it does not have."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+        self.state = inner.state
+
+    def __getattr__(self, name):
+        return getattr(vars(self)["inner"], name)
+
+    def step(self, closure=None):
+        self.inner.step()
+
+
+@pytest.mark.parametrize("kind", [Shrinks, Wraps])
+def test_a_batch_that_is_not_finite_moves_nothing_in_steps_around_a_fused_one(tmp_path, kind):
+    """The fused step alone would know that the update is to be skipped, or would not be told."""
+    task = nn.Linear(2, 2)
+    parameters = list(task.parameters())
+    optimizer = (
+        Shrinks(parameters, lr=0.1, fused=True)
+        if kind is Shrinks
+        else Wraps(torch.optim.AdamW(parameters, lr=0.1, fused=True))
+    )
+    run, levers = FakeRun(task, optimizer=optimizer), Levers([], first=[Guard(3, str(tmp_path))])
+    step(run, levers, 1)
+    before = [p.detach().clone() for p in parameters]
+    step(run, levers, 2, math.nan)
+    assert run.nonfinite == 1
+    assert all(torch.equal(one, other) for one, other in zip(before, parameters, strict=True))
+
+
 class Skips(Lever):
     """Skips all updates, as powersgd and resblock_grad_scaling do, whose guard sees no gradient any more."""
 
