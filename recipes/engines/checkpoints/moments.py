@@ -33,6 +33,29 @@ def without_missing(asked: State, paths: dict[str, Path], metadata: Metadata) ->
     return {name: value for name, value in asked.items() if not _is_moment(paths[name]) or paths[name][:-1] in saved}
 
 
+def check_all_asked(paths: dict[str, Path], metadata: Metadata) -> None:
+    """
+    Args:
+        paths: of the names of values that are read of a sharded checkpoint, the keys under which they are.
+        metadata: of the checkpoint.
+
+    Raises:
+        ValueError: it has moments that PyTorch does not ask for, as the optimizer has them only after some steps: they
+            would be those of a new optimizer.
+    """
+    asked = {path for path in paths.values() if _is_moment(path)}
+    parameters = {path[:-1] for path in asked}
+    if not any("param_groups" in path for path in paths.values()):
+        return  # without the optimizer
+    for path in metadata.planner_data.values():
+        if _is_moment(path) and path not in asked and (not asked or path[:-1] in parameters):
+            raise ValueError(
+                f"optimizer: the sharded checkpoint has {path[-1]!r} of {path[-2]}, which the optimizer does not make "
+                "in its first step, so that it would not be loaded; let the first step make all states, or go on without "
+                "training.fsdp from a full checkpoint, which recipes/convert_checkpoint.py makes of it"
+            )
+
+
 def _is_moment(path: Path) -> bool:
     """Whether a path ends in the state of an optimizer, a parameter's name and that of a moment."""
     # of Lightning, and of Composer, which has the class of the optimizer in between

@@ -7,7 +7,7 @@ from typing import Any
 from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan
 from torch.distributed.checkpoint.metadata import Metadata
 
-from recipes.engines.checkpoints.moments import without_missing
+from recipes.engines.checkpoints.moments import check_all_asked, without_missing
 
 
 class OwnLoadPlan(DefaultLoadPlanner):
@@ -20,8 +20,9 @@ class OwnLoadPlan(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Moments that the checkpoint lacks are not asked for."""
+        """Moments that the checkpoint lacks are not asked for. Raises as `check_all_asked`."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
+        check_all_asked(self.mappings, metadata)
         self.state_dict = without_missing(self.state_dict, self.mappings, metadata)
 
     def create_local_plan(self) -> LoadPlan:
