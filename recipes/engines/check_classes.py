@@ -70,17 +70,24 @@ def check_step(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def check_kept(optimizer: torch.optim.Optimizer, task: nn.Module, saved: bool) -> None:
+def check_kept(optimizer: torch.optim.Optimizer, task: nn.Module, saved: bool, divided: bool = False) -> None:
     """
     Args:
         optimizer: of the run.
         task: its model.
         saved: whether the run saves or loads checkpoints, which hold `state` and `param_groups` of an optimizer.
+        divided: whether each rank holds a part of the model only.
 
     Raises:
-        ValueError: it lacks a trained parameter, or has what checkpoints would not hold.
+        ValueError: it updates parts of parameters in another way than whole ones, lacks a trained parameter, or has
+            what checkpoints would not hold.
     """
     kind = type(optimizer)
+    if divided and isinstance(optimizer, torch.optim.Adafactor):  # it squares norms of columns before they are added up
+        raise ValueError(
+            f"optimizer: {kind.__name__} of PyTorch makes other updates of sharded parameters than of whole ones; "
+            "remove training.fsdp and training.tensor_parallel, or use another optimizer"
+        )
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     missing = [name for name, p in task.named_parameters() if p.requires_grad and id(p) not in known]
     if missing:

@@ -179,7 +179,7 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
     def new_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         optimizer = build(recipe.optimizer, parameters=parameters, task=task)
         check_step(optimizer)
-        check_kept(optimizer, task, recipe.checkpoints.save or recipe.checkpoints.load_path is not None)
+        check_kept(optimizer, task, recipe.checkpoints.save or recipe.checkpoints.load_path is not None, sent)
         keep_formats(optimizer)
         for lever in rates:
             lever.built(optimizer)

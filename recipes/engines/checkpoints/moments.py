@@ -51,8 +51,8 @@ def check_all_asked(paths: dict[str, Path], metadata: Metadata) -> None:
         if _is_moment(path) and path not in asked and (not asked or path[:-1] in parameters):
             raise ValueError(
                 f"optimizer: the sharded checkpoint has {path[-1]!r} of {path[-2]}, which the optimizer does not make "
-                "in its first step, so that it would not be loaded; let the first step make all states, or go on without "
-                "training.fsdp from a full checkpoint, which recipes/convert_checkpoint.py makes of it"
+                "in its first step, so that it would not be loaded; let the first step make all states, or go on "
+                "without training.fsdp from a full checkpoint, which recipes/convert_checkpoint.py makes of it"
             )
 
 

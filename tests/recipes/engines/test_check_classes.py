@@ -120,3 +120,12 @@ def test_a_state_that_is_not_loaded_from_checkpoints_is_found_at_the_first_step(
             with pytest.raises(ValueError, match="^optimizer: Odd: state_dict returns 'state' with a value"):
                 optimizer.step()
         optimizer.step()
+
+
+def test_adafactor_does_not_update_parts_of_parameters():
+    """With two ranks, updates of PyTorch's differed from those of whole parameters by as much as the learning rate."""
+    task = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adafactor(task.parameters())
+    check_classes.check_kept(optimizer, task, saved=False)
+    with pytest.raises(ValueError, match="^optimizer: Adafactor of PyTorch makes other updates of sharded parameters"):
+        check_classes.check_kept(optimizer, task, saved=False, divided=True)
