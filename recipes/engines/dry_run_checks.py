@@ -131,8 +131,9 @@ def _gpus(recipe: Recipe, devices: Devices) -> Place:
 
 
 def _new_run(recipe: Recipe, place: Place, task: Task, epoch_batches: int | None) -> MetaRun:
-    # One value stands for all parameters, which have no memory.
-    optimizer = build(recipe.optimizer, parameters=[nn.Parameter(torch.zeros(1))], task=task)
+    # One value stands for each parameter, which has no memory. Some optimizers divide matrices from vectors.
+    parameters = [nn.Parameter(torch.zeros([1] * p.ndim)) for p in task.parameters() if p.requires_grad]
+    optimizer = build(recipe.optimizer, parameters=parameters, task=task)
     check_step(optimizer)
     run = MetaRun(task, place.precision, optimizer, Clock(0, 0, 0, recipe.training.duration, epoch_batches))
     run.on_cpu = not place.use_gpu

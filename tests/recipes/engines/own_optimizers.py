@@ -86,3 +86,16 @@ def decays_apart(parameters: Iterable[nn.Parameter], *, lr: float) -> Optimizer:
         lr: peak learning rate.
     """
     return DecaysApart(parameters, lr)
+
+
+def of_matrices(parameters: Iterable[nn.Parameter], *, lr: float) -> Optimizer:
+    """
+    Args:
+        lr: peak learning rate of matrices; vectors have a tenth of it.
+    """
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for parameter in parameters:
+        groups[parameter.ndim > 1].append(parameter)
+    if not all(groups.values()):
+        raise ValueError("of_matrices: no matrices, or no vectors")
+    return torch.optim.SGD([{"params": groups[True]}, {"params": groups[False], "lr": lr / 10}], lr=lr, momentum=0.9)

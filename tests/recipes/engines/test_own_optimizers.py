@@ -4,9 +4,10 @@ import pytest
 
 from recipes.config.components import COMPONENTS
 from recipes.engines.checkpoints.conversion import convert
+from recipes.engines.dry_run_checks import check_on_meta
 from tests.recipes.engines.recording import assert_bit_equal, record
 
-OWN = ("odd_states", "scalars", "decays_apart")
+OWN = ("odd_states", "scalars", "decays_apart", "of_matrices")
 NAMES = {"composer": ("ep0-ba3-rank0.pt", "lightning"), "lightning": ("ep0-ba3.ckpt", "composer")}
 
 
@@ -36,3 +37,8 @@ def test_a_run_goes_on_in_either_engine_as_if_it_had_not_ended(tmp_path, own_rec
         resumed = record(reader, own_recipe(output, name, reader, f"checkpoints.load_path={path}"))
         assert len(resumed.losses) == 3
         assert_bit_equal(resumed, whole)
+
+
+def test_dry_runs_give_it_matrices_and_vectors(tmp_path, own_recipe):
+    """They gave it one vector, which it may refuse."""
+    check_on_meta(own_recipe(tmp_path / "run", "of_matrices", "lightning"))
