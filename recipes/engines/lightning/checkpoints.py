@@ -149,8 +149,12 @@ class Checkpoints:
         # PyTorch looks for the device of full ones that it divides. A whole task takes over exactly what was saved.
         if not (self._parts.divided and any(isinstance(value, Tensor) and value.ndim for value in moments)):
             options = StateDictOptions()
+        groups = [dict(group) for group in run.optimizer.param_groups]
         with steps_of_nothing():
             set_optimizer_state_dict(run.task, run.optimizer, state["optimizer"], options=options)
+        for group, new in zip(run.optimizer.param_groups, groups, strict=True):
+            # Of a saved group that is several now, PyTorch gives the settings to the last one, and the others get none.
+            group |= {name: value for name, value in new.items() if name not in group}
         copy_moments(run.optimizer)
         run.peak_rates_changed()
 
