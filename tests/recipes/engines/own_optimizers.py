@@ -12,7 +12,11 @@ from torch.optim import Optimizer
 class OddStates(Optimizer):
     """Moments of 16 bits, integers, flags, nested tensors and plain values, on which each update depends."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], *, lr: float) -> None:
+        """
+        Args:
+            lr: peak learning rate.
+        """
         super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
@@ -36,7 +40,11 @@ class OddStates(Optimizer):
 class Scalars(Optimizer):
     """One number per parameter, and no other tensors."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], *, lr: float) -> None:
+        """
+        Args:
+            lr: peak learning rate.
+        """
         super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
@@ -51,7 +59,11 @@ class Scalars(Optimizer):
 class DecaysApart(Optimizer):
     """Decay that the learning rate does not multiply, a count of steps in its group, and later also a momentum."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], *, lr: float) -> None:
+        """
+        Args:
+            lr: peak learning rate.
+        """
         super().__init__(parameters, {"lr": lr, "steps": 0})
 
     @torch.no_grad()
@@ -62,30 +74,6 @@ class DecaysApart(Optimizer):
                 p.mul_(0.99).sub_(p.grad, alpha=group["lr"] / group["steps"])
                 if group["steps"] > 2:
                     p.sub_(self.state[p].setdefault("momentum", p.grad.clone()), alpha=group["lr"])
-
-
-def odd_states(parameters: Iterable[nn.Parameter], *, lr: float) -> Optimizer:
-    """
-    Args:
-        lr: peak learning rate.
-    """
-    return OddStates(parameters, lr)
-
-
-def scalars(parameters: Iterable[nn.Parameter], *, lr: float) -> Optimizer:
-    """
-    Args:
-        lr: peak learning rate.
-    """
-    return Scalars(parameters, lr)
-
-
-def decays_apart(parameters: Iterable[nn.Parameter], *, lr: float) -> Optimizer:
-    """
-    Args:
-        lr: peak learning rate.
-    """
-    return DecaysApart(parameters, lr)
 
 
 def of_matrices(parameters: Iterable[nn.Parameter], *, lr: float) -> Optimizer:

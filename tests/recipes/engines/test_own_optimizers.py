@@ -7,14 +7,14 @@ from recipes.engines.checkpoints.conversion import convert
 from recipes.engines.dry_run_checks import check_on_meta
 from tests.recipes.engines.recording import assert_bit_equal, record
 
-OWN = ("odd_states", "scalars", "decays_apart", "of_matrices")
+OWN = {"odd_states": "OddStates", "scalars": "Scalars", "decays_apart": "DecaysApart", "of_matrices": "of_matrices"}
 NAMES = {"composer": ("ep0-ba3-rank0.pt", "lightning"), "lightning": ("ep0-ba3.ckpt", "composer")}
 
 
 @pytest.fixture
 def own_recipe(quick_recipe, monkeypatch):
-    for name in OWN:
-        monkeypatch.setitem(COMPONENTS["optimizer"], name, f"tests.recipes.engines.own_optimizers:{name}")
+    for name, builder in OWN.items():
+        monkeypatch.setitem(COMPONENTS["optimizer"], name, f"tests.recipes.engines.own_optimizers:{builder}")
 
     def make(output, name, engine, *overrides):
         optimizer = f"optimizer={{name: {name}, lr: 2e-3}}"
