@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +55,6 @@ class ShardWriter:
     ) -> None:
         self.shard = shard
         self.columns = columns
-        self.started = time.time()
         self.total: int | None = None
         self.next = 0
         self.reencoded = 0
@@ -110,7 +108,6 @@ class ShardWriter:
         return self._folder.close(
             reencoded=self.reencoded,
             upscaled={str(r): self.upscaled[r] for r in self.columns.resolutions},
-            seconds=round(time.time() - self.started, 3),
             latents={
                 str(r): {
                     "count": self._folder.rows * self.pixels[r],
