@@ -21,8 +21,11 @@ from torch.utils._pytree import tree_map
 
 
 def is_own(optimizer: Optimizer) -> bool:
-    """Whether the step of an optimizer is not one of PyTorch's."""
-    return not type(optimizer).step.__module__.startswith("torch.optim.")
+    """Whether the step of an optimizer is not one of PyTorch's, or has hooks, which may do what a step of one's own may
+    do. `check_kept` has one that only looks."""
+    hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
+    hooked = any(getattr(hook, "__module__", None) != "recipes.engines.check_classes" for hook in hooks)
+    return hooked or not type(optimizer).step.__module__.startswith("torch.optim.")
 
 
 def keep_formats(optimizer: Optimizer) -> None:

@@ -87,3 +87,21 @@ def of_matrices(parameters: Iterable[nn.Parameter], *, lr: float) -> Optimizer:
     if not all(groups.values()):
         raise ValueError("of_matrices: no matrices, or no vectors")
     return torch.optim.SGD([{"params": groups[True]}, {"params": groups[False], "lr": lr / 10}], lr=lr, momentum=0.9)
+
+
+def with_hook(parameters: Iterable[nn.Parameter], *, lr: float) -> Optimizer:
+    """
+    Args:
+        lr: peak learning rate.
+    """
+    optimizer = torch.optim.Adam(parameters, lr=lr)
+    optimizer.register_step_post_hook(_draw_to_older_weights)
+    return optimizer
+
+
+@torch.no_grad()
+def _draw_to_older_weights(optimizer, args, kwargs):
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            older = optimizer.state[p].setdefault("older", p.bfloat16())
+            p.lerp_(older.lerp_(p.bfloat16(), 0.5).float(), 0.1)

@@ -8,6 +8,7 @@ from recipes.engines.dry_run_checks import check_on_meta
 from tests.recipes.engines.recording import assert_bit_equal, record
 
 OWN = {"odd_states": "OddStates", "scalars": "Scalars", "decays_apart": "DecaysApart", "of_matrices": "of_matrices"}
+OWN |= {"with_hook": "with_hook"}
 NAMES = {"composer": ("ep0-ba3-rank0.pt", "lightning"), "lightning": ("ep0-ba3.ckpt", "composer")}
 
 
