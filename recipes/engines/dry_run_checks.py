@@ -81,7 +81,7 @@ def _check_on_meta(recipe: Recipe, use_gpu: bool, epoch_batches: int | None) -> 
     if low_rank is not None and "WORLD_SIZE" in os.environ:
         low_rank.check_replicas(devices.replicas)
     context |= {"average": the_one(levers, ScheduledEMA), "scaling": the_one(levers, ResblockGradScaling)}
-    schedule = build(recipe.schedule)
+    schedule = checked(build(recipe.schedule), recipe.schedule.name)
     for component in (*recipe.callbacks.values(), *recipe.loggers.values()):
         if not any(isinstance(value, Component) for value in component.args.values()):  # which has data of its own
             build(component, **context)
@@ -90,7 +90,7 @@ def _check_on_meta(recipe: Recipe, use_gpu: bool, epoch_batches: int | None) -> 
     _prepare(recipe, levers, run, devices)
     if epoch_batches is None and any(in_epochs(plain_values(recipe))):
         return  # only the data says which lengths fit each other
-    checked(schedule, recipe.schedule.name)(run.clock)
+    schedule(run.clock)
     for lever in levers:
         lever.check_run(run)
 

@@ -7,9 +7,11 @@ from collections.abc import Callable
 
 from data.aliases import Duration
 from data.ranges import check_least
+from recipes.training.callback import Callback
 from recipes.training.clock import Clock, parse_duration
 
 Schedule = Callable[[Clock], float]
+WATCHING = ("state_dict", "step_end", "epoch_end", "eval_end")  # methods of schedules that are callbacks
 
 
 def constant(*, warmup: Duration = "0ba") -> Schedule:
@@ -71,7 +73,16 @@ def checked(schedule: Schedule, name: str) -> Schedule:
     Args:
         schedule: of the recipe.
         name: of the schedule, for messages.
+
+    Raises:
+        ValueError: it has methods that a run calls of callbacks alone, and so would not be saved, or not be told.
     """
+    watches = [method for method in WATCHING if callable(getattr(schedule, method, None))]
+    if watches and not isinstance(schedule, Callback):
+        raise ValueError(
+            f"schedule: {name} has {watches[0]}, which a run calls of callbacks alone; let its class inherit from "
+            "recipes.training.callback.Callback, too"
+        )
 
     def factor(clock: Clock) -> float:
         """

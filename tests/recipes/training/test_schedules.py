@@ -11,6 +11,7 @@ from composer.optim import CosineAnnealingWithWarmupScheduler, LinearWithWarmupS
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recipes.training.callback import Callback
 from recipes.training.clock import Clock
 from recipes.training.schedules import checked, constant, cosine, linear
 
@@ -94,3 +95,21 @@ def test_factors_of_own_schedules_are_numbers_of_python(factor):
 def test_no_learning_rate_is_negative_or_not_finite(factor):
     with pytest.raises(ValueError, match="^schedule: mine gives .* at batch 3; give a finite factor of 0 or more$"):
         checked(lambda clock: factor, "mine")(clock_at(3, "10ba"))
+
+
+def test_a_schedule_that_keeps_something_is_a_callback():
+    """Its state was in no checkpoint, so that a resumed run silently had other rates."""
+
+    class Counts:
+        def __call__(self, clock):
+            return 1.0
+
+        def state_dict(self):
+            return {}
+
+    class Told(Counts, Callback):
+        pass
+
+    with pytest.raises(ValueError, match="^schedule: mine has state_dict, which a run calls of callbacks alone"):
+        checked(Counts(), "mine")
+    assert checked(Told(), "mine")(clock_at(3, "10ba")) == 1.0
