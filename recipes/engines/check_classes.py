@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -70,11 +71,13 @@ def check_step(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def check_kept(optimizer: torch.optim.Optimizer, task: nn.Module, saved: bool, divided: bool = False) -> None:
+def check_kept(
+    optimizer: torch.optim.Optimizer, trained: Mapping[str, nn.Parameter], saved: bool, divided: bool = False
+) -> None:
     """
     Args:
         optimizer: of the run.
-        task: its model.
+        trained: the parameters that it was given, by their names in the model.
         saved: whether the run saves or loads checkpoints, which hold `state` and `param_groups` of an optimizer.
         divided: whether each rank holds a part of the model only.
 
@@ -89,7 +92,7 @@ def check_kept(optimizer: torch.optim.Optimizer, task: nn.Module, saved: bool, d
             "remove training.fsdp and training.tensor_parallel, or use another optimizer"
         )
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    missing = [name for name, p in task.named_parameters() if p.requires_grad and id(p) not in known]
+    missing = [name for name, parameter in trained.items() if id(parameter) not in known]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(
@@ -119,16 +122,33 @@ def check_kept(optimizer: torch.optim.Optimizer, task: nn.Module, saved: bool, d
                 "would not hold it; let both have one `state`"
             )
     loadable(f"optimizer: {kind.__name__}", {"groups": _options(optimizer)})
+    _check_keys(optimizer)
     told = False
 
     def first_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         nonlocal told
         if not told:
             told = True
+            _check_keys(optimizer)
             states = [dict(state) for state in optimizer.state.values()]
             loadable(f"optimizer: {kind.__name__}", {"state": states, "groups": _options(optimizer)})
 
     optimizer.register_step_post_hook(first_step)
+
+
+def _check_keys(optimizer: torch.optim.Optimizer) -> None:
+    """
+    Raises:
+        ValueError: it keeps a state of what no group has, which PyTorch can neither name nor save.
+    """
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for key in optimizer.state:
+        if id(key) not in known:
+            kind, what = type(optimizer), "a tensor" if isinstance(key, torch.Tensor) else repr(key)
+            raise ValueError(
+                f"optimizer: {kind.__name__} ({kind.__module__}) has a state of {what}, which is no parameter of its "
+                "groups, and checkpoints cannot hold it; keep it in a group, or in the state of a parameter"
+            )
 
 
 def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

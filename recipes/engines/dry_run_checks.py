@@ -26,9 +26,9 @@ from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradSca
 from recipes.config.build import build, build_on_meta
 from recipes.config.recipe import Recipe
 from recipes.config.values import Component, plain_values
-from recipes.engines.check_classes import check_classes, check_step
+from recipes.engines.check_classes import check_classes, check_kept, check_step
 from recipes.engines.first_weights import load_first_weights
-from recipes.engines.parts import Place, build_levers, check_microbatch, context_of, the_one
+from recipes.engines.parts import Place, build_levers, check_microbatch, context_of, keeps, the_one
 from recipes.engines.precision import resolve
 from recipes.engines.resuming import check_folder, check_start
 from recipes.models.task import Task
@@ -73,7 +73,7 @@ def _check_on_meta(recipe: Recipe, use_gpu: bool, epoch_batches: int | None) -> 
     place = Place(use_gpu, resolve(training.precision, use_gpu=use_gpu), local_world_size=1, planned=devices)
     task = build_on_meta(recipe.model)
     context = context_of(recipe, task, None)
-    run = _new_run(recipe, place, task, epoch_batches)
+    run = _new_run(recipe, place, task, devices, epoch_batches)
     check_start(recipe, task, type(run.optimizer).__name__)
     batch = training.device_batch(devices.world)
     levers = build_levers(recipe, place, context, batch)
@@ -119,7 +119,7 @@ def check_levers_on_meta(recipe: Recipe, epoch_batches: int | None) -> None:
     devices, task = Devices(tensor, 1, tensor), build_on_meta(recipe.model)
     with _quiet():
         levers = levers_on_gpus(recipe, devices, task)
-        run = _new_run(recipe, _gpus(recipe, devices), task, epoch_batches)
+        run = _new_run(recipe, _gpus(recipe, devices), task, devices, epoch_batches)
         _prepare(recipe, levers, run, devices)
         if epoch_batches is not None or not any(in_epochs(plain_values(recipe))):
             for lever in levers:
@@ -130,11 +130,16 @@ def _gpus(recipe: Recipe, devices: Devices) -> Place:
     return Place(True, resolve(recipe.training.precision, use_gpu=True), local_world_size=1, planned=devices)
 
 
-def _new_run(recipe: Recipe, place: Place, task: Task, epoch_batches: int | None) -> MetaRun:
+def _new_run(recipe: Recipe, place: Place, task: Task, devices: Devices, epoch_batches: int | None) -> MetaRun:
     # One value stands for each parameter, which has no memory. Some optimizers divide matrices from vectors.
-    parameters = [nn.Parameter(torch.zeros([1] * p.ndim)) for p in task.parameters() if p.requires_grad]
-    optimizer = build(recipe.optimizer, parameters=parameters, task=task)
+    own = {name: p for name, p in task.named_parameters() if p.requires_grad}
+    stand_ins = {name: nn.Parameter(torch.zeros([1] * p.ndim)) for name, p in own.items()}
+    optimizer = build(recipe.optimizer, parameters=list(stand_ins.values()), task=task)
     check_step(optimizer)
+    taken = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    by_name = any(id(p) in taken for p in own.values())  # it takes the parameters of the task itself
+    divided = devices.world > 1 and (recipe.training.fsdp is not None or devices.tensor > 1)
+    check_kept(optimizer, own if by_name else stand_ins, keeps(recipe), divided)
     run = MetaRun(task, place.precision, optimizer, Clock(0, 0, 0, recipe.training.duration, epoch_batches))
     run.on_cpu = not place.use_gpu
     return run

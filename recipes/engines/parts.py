@@ -179,7 +179,8 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
     def new_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         optimizer = build(recipe.optimizer, parameters=parameters, task=task)
         check_step(optimizer)
-        check_kept(optimizer, task, recipe.checkpoints.save or recipe.checkpoints.load_path is not None, sent)
+        trained = {name: parameter for name, parameter in task.named_parameters() if parameter.requires_grad}
+        check_kept(optimizer, trained, keeps(recipe), sent)
         keep_formats(optimizer)
         for lever in rates:
             lever.built(optimizer)
@@ -213,6 +214,11 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
         loggers=[build(logger, **context) for logger in recipe.loggers.values()],
         microbatch=1 if search else None if training.microbatch == "auto" else training.microbatch,
     )
+
+
+def keeps(recipe: Recipe) -> bool:
+    """Whether a run saves or loads checkpoints."""
+    return recipe.checkpoints.save or recipe.checkpoints.load_path is not None
 
 
 def context_of(recipe: Recipe, task: Task, data: Loading | None) -> dict[str, Any]:

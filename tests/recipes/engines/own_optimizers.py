@@ -105,3 +105,27 @@ def _draw_to_older_weights(optimizer, args, kwargs):
         for p in group["params"]:
             older = optimizer.state[p].setdefault("older", p.bfloat16())
             p.lerp_(older.lerp_(p.bfloat16(), 0.5).float(), 0.1)
+
+
+def of_last_layer(parameters: Iterable[nn.Parameter], *, lr: float) -> Optimizer:
+    """
+    Args:
+        lr: peak learning rate.
+    """
+    return torch.optim.SGD(list(parameters)[-2:], lr=lr)
+
+
+def by_names(parameters: Iterable[nn.Parameter], task: nn.Module, *, lr: float) -> Optimizer:
+    """
+    Args:
+        lr: peak learning rate.
+    """
+    return torch.optim.SGD([{"params": [parameter]} for _, parameter in task.named_parameters()], lr=lr)
+
+
+def adafactor(parameters: Iterable[nn.Parameter], *, lr: float) -> Optimizer:
+    """
+    Args:
+        lr: peak learning rate.
+    """
+    return torch.optim.Adafactor(parameters, lr=lr)

@@ -104,7 +104,7 @@ class Slow(torch.optim.SGD):
 def test_what_checkpoints_of_an_optimizer_would_not_hold(make, said):
     task = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match=f"^optimizer: {said}"):
-        check_classes.check_kept(make(list(task.parameters())), task, saved=True)
+        check_classes.check_kept(make(list(task.parameters())), dict(task.named_parameters()), saved=True)
 
 
 def test_a_state_that_is_not_loaded_from_checkpoints_is_found_at_the_first_step():
@@ -115,10 +115,24 @@ def test_a_state_that_is_not_loaded_from_checkpoints_is_found_at_the_first_step(
     task = torch.nn.Linear(2, 2)
     for saved in (False, True):
         optimizer = Odd(task.parameters(), lr=1.0)
-        check_classes.check_kept(optimizer, task, saved)
+        check_classes.check_kept(optimizer, dict(task.named_parameters()), saved)
         if saved:
             with pytest.raises(ValueError, match="^optimizer: Odd: state_dict returns 'state' with a value"):
                 optimizer.step()
+        optimizer.step()
+
+
+def test_states_of_no_parameter_are_found_at_the_first_step():
+    """They were a KeyError of PyTorch at the first checkpoint."""
+
+    class Counts(torch.optim.SGD):
+        def step(self, closure=None):
+            self.state["all"]["steps"] = 1
+
+    task = torch.nn.Linear(2, 2)
+    optimizer = Counts(task.parameters(), lr=1.0)
+    check_classes.check_kept(optimizer, dict(task.named_parameters()), saved=True)
+    with pytest.raises(ValueError, match=r"^optimizer: Counts \(.*\) has a state of 'all', which is no parameter"):
         optimizer.step()
 
 
@@ -126,6 +140,7 @@ def test_adafactor_does_not_update_parts_of_parameters():
     """With two ranks, updates of PyTorch's differed from those of whole parameters by as much as the learning rate."""
     task = torch.nn.Linear(2, 2)
     optimizer = torch.optim.Adafactor(task.parameters())
-    check_classes.check_kept(optimizer, task, saved=False)
+    trained = dict(task.named_parameters())
+    check_classes.check_kept(optimizer, trained, saved=False)
     with pytest.raises(ValueError, match="^optimizer: Adafactor of PyTorch makes other updates of sharded parameters"):
-        check_classes.check_kept(optimizer, task, saved=False, divided=True)
+        check_classes.check_kept(optimizer, trained, saved=False, divided=True)

@@ -9,12 +9,13 @@ from tests.recipes.engines.recording import assert_bit_equal, record
 
 OWN = {"odd_states": "OddStates", "scalars": "Scalars", "decays_apart": "DecaysApart", "of_matrices": "of_matrices"}
 OWN |= {"with_hook": "with_hook"}
+OF_DRY_RUNS = {name: name for name in ("of_last_layer", "by_names", "adafactor")}
 NAMES = {"composer": ("ep0-ba3-rank0.pt", "lightning"), "lightning": ("ep0-ba3.ckpt", "composer")}
 
 
 @pytest.fixture
 def own_recipe(quick_recipe, monkeypatch):
-    for name, builder in OWN.items():
+    for name, builder in (OWN | OF_DRY_RUNS).items():
         monkeypatch.setitem(COMPONENTS["optimizer"], name, f"tests.recipes.engines.own_optimizers:{builder}")
 
     def make(output, name, engine, *overrides):
@@ -43,3 +44,13 @@ def test_a_run_goes_on_in_either_engine_as_if_it_had_not_ended(tmp_path, own_rec
 def test_dry_runs_give_it_matrices_and_vectors(tmp_path, own_recipe):
     """They gave it one vector, which it may refuse."""
     check_on_meta(own_recipe(tmp_path / "run", "of_matrices", "lightning"))
+
+
+def test_dry_runs_refuse_what_leaves_out_parameters(tmp_path, own_recipe, monkeypatch):
+    """The run refused it when all ranks had started; of one that takes the parameters by their names, neither does."""
+    check_on_meta(own_recipe(tmp_path / "run", "by_names", "lightning"))
+    with pytest.raises(ValueError, match="^optimizer: SGD leaves out denoiser.* more, which would not be trained"):
+        check_on_meta(own_recipe(tmp_path / "run", "of_last_layer", "lightning"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="^optimizer: Adafactor of PyTorch makes other updates of sharded parameters"):
+        check_on_meta(own_recipe(tmp_path / "run", "adafactor", "lightning", "training.fsdp={}"))
