@@ -92,14 +92,15 @@ def _sharded(path: Path, only: Weights | None, deferred: Deferred | None) -> Che
     replaced = average if only == "ema" else {}
 
     def of_weights(name: str, prefix: str) -> bool:
-        return name.startswith(prefix) and name.removeprefix(prefix).removeprefix(PREFIX) not in replaced
+        return name.startswith(prefix) and name.removeprefix(prefix) not in replaced
 
     if (path / REST).is_file():
         weights = _under("weights.", values(lambda name: of_weights(name, "weights.")))
         rest = read_file(path / REST)
         return _of_lightning(path, {**rest, "weights": weights, LEVERS: joined(rest[LEVERS], shards)})
     model, times = "state.model.", "state.timestamp.Timestamp."
-    found = values(lambda name: of_weights(name, model) or name.startswith(("state.algorithms", times)), ALLOWED)
+    rest = ("state.algorithms", times)
+    found = values(lambda name: of_weights(name, model + PREFIX) or name.startswith(rest), ALLOWED)
     weights = _under(model, found)
     if not (weights or replaced) or "state.algorithms" not in found:
         raise ValueError(f"{path}: not a checkpoint of a run; it holds no weights under state.model")
@@ -117,15 +118,18 @@ def _of_lightning(path: Path, state: dict[str, Any]) -> Checkpoint:
 
 
 def _of_composer(path: Path, weights: dict[str, Tensor], levers: dict[str, Any], times: dict[str, Any]) -> Checkpoint:
-    return _checkpoint(path, weights, levers, int(times["batch"]), int(times["sample"]))
+    return _checkpoint(path, weights, levers, int(times["batch"]), int(times["sample"]), PREFIX)
 
 
-def _checkpoint(path: Path, weights: dict[str, Tensor], levers: dict[str, Any], batch: int, sample: int) -> Checkpoint:
+def _checkpoint(
+    path: Path, weights: dict[str, Tensor], levers: dict[str, Any], batch: int, sample: int, prefix: str = ""
+) -> Checkpoint:
     average = levers.get(AVERAGE, {}).get("average", {})
-    return Checkpoint(path, _plain(weights), _plain(average), batch, sample)
+    earlier = all(name in weights for name in average)  # a version whose averages had Composer's names of weights
+    return Checkpoint(path, _plain(weights, prefix), _plain(average, prefix if earlier else ""), batch, sample)
 
 
-def _plain(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _plain(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Contiguous ones, as safetensors wants them, by the task's names: without Composer's name of the task, and with
     this version's names."""
-    return {name.removeprefix(PREFIX): tensor.contiguous() for name, tensor in upgraded(tensors).items()}
+    return {name.removeprefix(prefix): tensor.contiguous() for name, tensor in upgraded(tensors).items()}

@@ -25,6 +25,7 @@ from recipes.training.checkpoint_names import REST, conversion
 # Where they are in a checkpoint: weights by engine, and Composer's optimizers, by their classes.
 WEIGHTS = {"composer": ("state", "model"), "lightning": ("weights",)}
 OPTIMIZERS = ("state", "optimizers")
+PREFIXES = {"composer": PREFIX, "lightning": ""}  # of their names; a model may have an attribute of the same name
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def _saved_at(path: Path, engine: str) -> Saved:
     check_names(path, metadata.state_dict_metadata)
     place = WEIGHTS[engine]
     shapes = {
-        where[-1].removeprefix(PREFIX): metadata.state_dict_metadata[name].size
+        where[-1].removeprefix(PREFIXES[engine]): metadata.state_dict_metadata[name].size
         for name, where in metadata.planner_data.items()
         if where[: len(place)] == place
     }
@@ -120,7 +121,8 @@ def saved_in(path: Path | str, state: Any, engine: str) -> Saved:
             pass
         case _:
             raise _of_the_other(path, engine)
-    return Saved(path, {name.removeprefix(PREFIX): tensor.shape for name, tensor in weights.items()}, optimizer)
+    shapes = {name.removeprefix(PREFIXES[engine]): tensor.shape for name, tensor in weights.items()}
+    return Saved(path, shapes, optimizer)
 
 
 def _of_the_other(path: Path | str, engine: str) -> ValueError:
