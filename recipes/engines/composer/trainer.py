@@ -177,7 +177,9 @@ def own_unpickling(task: torch.nn.Module, optimizer: torch.optim.Optimizer) -> I
         path = os.path.realpath(path)  # Composer links to the file from a temporary folder
         found = upgraded(load_plain(path, lazily=True))
         saved_in(path, found, "composer").check(task, type(optimizer).__name__)
-        add_empty(found["state"]["optimizers"][type(optimizer).__name__])
+        (state,) = found["state"]["optimizers"].values()
+        add_empty(state)
+        found["state"]["optimizers"] = {type(optimizer).__qualname__: state}  # the name by which Composer looks for it
         return found
 
     composer_checkpoint._torch_load_with_validation = load

@@ -90,11 +90,16 @@ def of_matrices(parameters: Iterable[nn.Parameter], *, lr: float) -> Optimizer:
 
 
 def with_hook(parameters: Iterable[nn.Parameter], *, lr: float) -> Optimizer:
-    """
+    """Of a class that a function makes.
+
     Args:
         lr: peak learning rate.
     """
-    optimizer = torch.optim.Adam(parameters, lr=lr)
+
+    class Hooked(torch.optim.Adam):
+        pass
+
+    optimizer = Hooked(parameters, lr=lr)
     optimizer.register_step_post_hook(_draw_to_older_weights)
     return optimizer
 
