@@ -283,6 +283,9 @@ class ScheduledEMA(Lever):
         if "begun" not in state:
             return
         self.average = self._new_average()
-        # Earlier versions saved the names of parameters in the wrapper around the task.
-        self.average.load({name.removeprefix("task."): tensor for name, tensor in state["average"].items()})
+        saved = state["average"]
+        if not set(saved) & set(self.average.names):
+            # Earlier versions saved the names of parameters in the wrapper around the task.
+            saved = {name.removeprefix("task."): tensor for name, tensor in saved.items()}
+        self.average.load(saved)
         self.begun = state["begun"]

@@ -421,6 +421,14 @@ def test_checkpoints_of_earlier_versions_load():
     assert torch.equal(flat(ema.average), before + 1) and torch.equal(weights(model), before)
 
 
+def test_a_model_may_have_a_part_named_task():
+    model = torch.nn.ModuleDict({"task": Small()})
+    ema = ScheduledEMA(decay=0.9)
+    ema.change_modules(FakeRun(model))
+    ema.load_state_dict({"begun": 3, "average": Average(model).tensors()})
+    assert torch.equal(flat(ema.average), weights(model))
+
+
 def test_updates_run_inside_the_contexts_of_watchers_and_steps_wait_for_copies(monkeypatch):
     entered, steps = [], []
     monkeypatch.setattr(Average, "before_step", lambda average: steps.append(average))
