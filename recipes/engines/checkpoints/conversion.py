@@ -72,6 +72,7 @@ def convert(path: Path, engine: str) -> Path:
             state = from_composer(read_composer(path, deferred))
         elif path.is_dir():
             rest, parts = read_file(path / REST), read_parts(path, deferred)
+            parts["optimizer"].setdefault("state", {})  # see `_rename`
             state = rest | parts | {LEVERS: joined(rest[LEVERS], parts.get(LEVERS, {}))}
         else:
             state = read_file(path, lazily=True)
@@ -201,8 +202,9 @@ def to_composer(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 def _rename(optimizer: dict[str, Any], new_name: Any) -> dict[str, Any]:
     """An optimizer's state with other names of parameters."""
+    states = optimizer.get("state", {})  # an empty one leaves no trace in a sharded checkpoint
     return {
-        "state": {new_name(name): part for name, part in optimizer["state"].items()},
+        "state": {new_name(name): part for name, part in states.items()},
         "param_groups": [
             {**group, "params": [new_name(name) for name in group["params"]]} for group in optimizer["param_groups"]
         ],

@@ -14,10 +14,13 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as theirs
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
+
+from recipes.engines.checkpoints.moments import add_empty
 
 
 def is_own(optimizer: Optimizer) -> bool:
@@ -60,7 +63,8 @@ def _as_saved(loaded: Any, saved: Any) -> Any:
 
 @contextmanager
 def steps_of_nothing() -> Iterator[None]:
-    """A context in which the step that finds out an optimizer's states changes neither weights nor its groups."""
+    """A context in which the step that finds out an optimizer's states changes neither weights nor its groups, and in
+    which states are loaded of some parameters, or of none."""
     find_out = theirs._init_optim_state
 
     @torch.no_grad()
@@ -77,8 +81,43 @@ def steps_of_nothing() -> Iterator[None]:
         for group, before in zip(optimizer.param_groups, groups, strict=True):
             group.update(before)
 
-    theirs._init_optim_state = changing_nothing
+    load = theirs._load_optim_state_dict
+
+    def load_any(model: nn.Module, optimizers: tuple[Optimizer, ...], state: dict[str, Any], info: Any) -> None:
+        """PyTorch's takes it that an optimizer has states of all parameters, and that there is a tensor among them."""
+        add_empty(state)
+        for optimizer in optimizers:
+            changing_nothing(optimizer)
+            if is_own(optimizer) and info.full_state_dict:
+                _check_all_made(optimizer, state["state"], info.fqn_param_mapping)
+            if not _tensors(list(optimizer.state.values())):
+                info.full_state_dict = False  # there is nothing to divide
+        load(model, optimizers, state, info)
+
+    theirs._init_optim_state, theirs._load_optim_state_dict = changing_nothing, load_any
     try:
         yield
     finally:
-        theirs._init_optim_state = find_out
+        theirs._init_optim_state, theirs._load_optim_state_dict = find_out, load
+
+
+def _check_all_made(optimizer: Optimizer, saved: dict[str, Any], names: dict[Any, set[str]]) -> None:
+    """
+    Raises:
+        ValueError: a full checkpoint has a state that the optimizer has not made yet. PyTorch would not divide it.
+    """
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        made = optimizer.state.get(parameter, {})
+        for name in names[parameter] if isinstance(parameter, DTensor) else ():
+            for key, value in saved.get(name, {}).items():
+                if key not in made and _tensors(value):
+                    raise ValueError(
+                        f"optimizer: the checkpoint has {key!r} of {name}, which the optimizer does not make in its "
+                        "first step, so that it cannot be divided as the parameter is; let the first step make all "
+                        "states, or go on without training.fsdp"
+                    )
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    """Those that may be divided."""
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor) and value.ndim]

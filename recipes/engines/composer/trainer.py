@@ -30,7 +30,6 @@ from recipes.engines.checkpoints.fetched import fetched
 from recipes.engines.checkpoints.files import CheckpointFiles
 from recipes.engines.checkpoints.lazy import copy_moments
 from recipes.engines.checkpoints.legacy import upgraded
-from recipes.engines.checkpoints.moments import add_empty
 from recipes.engines.checkpoints.own_optimizers import steps_of_nothing
 from recipes.engines.checkpoints.plain_pickles import load_plain, plain_pickles
 from recipes.engines.checkpoints.same_model import saved_in
@@ -178,7 +177,6 @@ def own_unpickling(task: torch.nn.Module, optimizer: torch.optim.Optimizer) -> I
         found = upgraded(load_plain(path, lazily=True))
         saved_in(path, found, "composer").check(task, type(optimizer).__name__)
         (state,) = found["state"]["optimizers"].values()
-        add_empty(state)
         found["state"]["optimizers"] = {type(optimizer).__qualname__: state}  # the name by which Composer looks for it
         return found
 

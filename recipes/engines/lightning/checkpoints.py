@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -31,7 +30,6 @@ from recipes.engines.checkpoints.files import CheckpointFiles, first_rank_writes
 from recipes.engines.checkpoints.lazy import copied, copy_moments
 from recipes.engines.checkpoints.legacy import upgraded
 from recipes.engines.checkpoints.lever_states import LEVERS, forms, gathered, joined, separated
-from recipes.engines.checkpoints.moments import add_empty
 from recipes.engines.checkpoints.own_load_plan import OwnLoadPlan
 from recipes.engines.checkpoints.own_optimizers import steps_of_nothing
 from recipes.engines.checkpoints.plain_pickles import loadable, plain_pickles
@@ -144,11 +142,8 @@ class Checkpoints:
         run = self._run
         options = StateDictOptions(full_state_dict=not self.path.is_dir())
         set_model_state_dict(run.task, state["weights"], options=options)
-        add_empty(state["optimizer"])
-        moments = (value for values in state["optimizer"]["state"].values() for value in values.values())
-        # PyTorch looks for the device of full ones that it divides. A whole task takes over exactly what was saved.
-        if not (self._parts.divided and any(isinstance(value, Tensor) and value.ndim for value in moments)):
-            options = StateDictOptions()
+        if not self._parts.divided:
+            options = StateDictOptions()  # takes over exactly what was saved
         groups = [dict(group) for group in run.optimizer.param_groups]
         with steps_of_nothing():
             set_optimizer_state_dict(run.task, run.optimizer, state["optimizer"], options=options)
