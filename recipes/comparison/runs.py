@@ -107,9 +107,12 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not (folder / CONFIG).is_file():
         raise FileNotFoundError(f"{folder}: not a run, it has no {CONFIG}; give runs/<run_name>")
     try:
-        return read_values(folder / CONFIG, [])
+        values = read_values(folder / CONFIG, [])
     except ConfigError as error:
         raise ValueError(error.lines[0]) from None
+    if value_at(values, "model.name") is None:
+        raise ValueError(f"{folder / CONFIG}: names no model, so it is not the one that a run wrote; copy it again")
+    return values
 
 
 def _checked(folder: Path) -> Recipe | None:

@@ -198,6 +198,7 @@ def test_a_picture_that_the_disk_does_not_give_is_not_to_be_deleted(folders, cap
         ("kind", "runs of different kinds: "),
         ("silent", "train with the logger tensorboard"),
         ("yaml", "not readable as YAML"),
+        ("empty", "other/config.yaml: names no model, so it is not the one that a run wrote"),
         ("picture", "not readable as a picture"),
         ("grids", "--grids: 0; give 1 or more"),
         ("folder", "is a folder; give the name of a file"),
@@ -222,6 +223,8 @@ def test_bad_input_in_one_line(case, said, folders, tmp_path, capsys, monkeypatc
         shutil.rmtree(other / "tensorboard")
     if case == "yaml":
         (other / "config.yaml").write_text("a: [")
+    if case == "empty":
+        (other / "config.yaml").write_text("{}")
     if case == "picture":
         (other / "samples" / "ba0000004.png").write_bytes(b"\x89PNG")
     with pytest.raises(SystemExit) as end:
