@@ -28,6 +28,7 @@ from recipes.config.values import plain_values
 from recipes.engines.checkpoints.conversion import OF_COMPOSER
 from recipes.engines.checkpoints.fetched import fetched
 from recipes.engines.checkpoints.files import CheckpointFiles
+from recipes.engines.checkpoints.further_names import loaded_under_each_name
 from recipes.engines.checkpoints.lazy import copy_moments
 from recipes.engines.checkpoints.legacy import upgraded
 from recipes.engines.checkpoints.own_optimizers import steps_of_nothing
@@ -104,6 +105,7 @@ def build_trainer(recipe: Recipe, change: Callable[[Parts], None] = lambda parts
         own_data_parallel(parts.levers.average),
         own_wrapping(),
         own_unpickling(parts.task, optimizer),
+        loaded_under_each_name(),
         steps_of_nothing(),
     ):
         trainer = new_trainer(recipe, place, parts, optimizer)

@@ -27,6 +27,7 @@ from recipes.engines.checkpoints.checksums import save_full
 from recipes.engines.checkpoints.early_save import EarlySave
 from recipes.engines.checkpoints.fetched import fetched
 from recipes.engines.checkpoints.files import CheckpointFiles, first_rank_writes, whole
+from recipes.engines.checkpoints.further_names import loaded_under_each_name
 from recipes.engines.checkpoints.lazy import copied, copy_moments
 from recipes.engines.checkpoints.legacy import upgraded
 from recipes.engines.checkpoints.lever_states import LEVERS, forms, gathered, joined, separated
@@ -141,7 +142,8 @@ class Checkpoints:
     def _load_weights(self, state: dict[str, Any]) -> None:
         run = self._run
         options = StateDictOptions(full_state_dict=not self.path.is_dir())
-        set_model_state_dict(run.task, state["weights"], options=options)
+        with loaded_under_each_name():
+            set_model_state_dict(run.task, state["weights"], options=options)
         if not self._parts.divided:
             options = StateDictOptions()  # takes over exactly what was saved
         groups = [dict(group) for group in run.optimizer.param_groups]
