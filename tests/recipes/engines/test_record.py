@@ -252,6 +252,13 @@ def test_a_checkpoint_without_a_record_is_compared_with_nothing(begun, quick_rec
     assert check_record(quick_recipe(begun, *BEGUN, "seed=3")) == [] and not capsys.readouterr().out
 
 
+def test_a_record_without_a_recipe_is_said(begun, quick_recipe, capsys):
+    (begun / "records" / "ep0-ba3").mkdir(parents=True)
+    assert check_record(quick_recipe(begun, *BEGUN, "seed=3")) == []
+    said = "records/ep0-ba3/config.yaml: is not there; whether its checkpoint is one of this recipe is not known"
+    assert said in capsys.readouterr().out
+
+
 def test_a_record_of_another_version_is_not_compared(begun, quick_recipe, capsys):
     values = yaml.safe_load((begun / "config.yaml").read_text())
     values["training"]["of_old"] = 1
