@@ -17,7 +17,7 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 from data.system.errors import visible
 from data.system.threads import set_default_threads
 from data.system.user_name import set_user_name
-from recipes.config.command_line import check_out, fail, path_of, user_errors
+from recipes.config.command_line import check_out, fail, path_of, say_each_does_all, user_errors
 from recipes.generation.exports import family_of, find_export, find_network, load_pipeline
 from recipes.generation.options import add_options, candidates_of, own_options
 
@@ -74,6 +74,7 @@ def say_lost(captions: list[str], lost: list[int]) -> None:
 
 def main(arguments: list[str]) -> None:
     options = parse(arguments)
+    say_each_does_all("generate")
     with user_errors():
         captions = read_captions(options)
         folder = find_export(options.checkpoint)  # before the slow imports, so that a wrong path answers at once

@@ -82,6 +82,14 @@ def print_once(text: str) -> None:
         print(visible(text))
 
 
+def say_each_does_all(command: str) -> None:
+    """A line where a launcher has started several processes of a command that one process does as well."""
+    world = os.environ.get("WORLD_SIZE") or "1"
+    if world != "1" and (os.environ.get("RANK") or "0") == "0":
+        said = f"{command}: each of {world} processes (WORLD_SIZE) does all of the work; start one, without a launcher"
+        print(visible(said), file=sys.stderr)
+
+
 def fail(lines: list[str], status: int = 2) -> None:
     """Print one line per error to standard error, and exit with a status."""
     for line in lines:

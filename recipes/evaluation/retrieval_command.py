@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from data.system.errors import visible
-from recipes.config.command_line import check_out, fail, path_of, user_errors
+from recipes.config.command_line import check_out, fail, path_of, say_each_does_all, user_errors
 from recipes.generation.exports import family_of, find_export, find_network, load_pipeline, weights_of
 from recipes.generation.options import add_options, candidates_of, own_options
 
@@ -21,6 +21,7 @@ def main(arguments: list[str], usage: str | None) -> None:
         usage: for help.
     """
     options = read_arguments(arguments, usage)
+    say_each_does_all("evaluate --retrieval")
     with user_errors():
         result = evaluate(options)
         if options.out is not None:

@@ -141,5 +141,8 @@ def test_the_name_of_a_set_does_not_command_the_terminal(monkeypatch, capsys):
     monkeypatch.setattr(retrieval_command, "read_arguments", lambda *_: SimpleNamespace(out=None))
     monkeypatch.setattr(retrieval_command, "evaluate", lambda options: None)
     monkeypatch.setattr(retrieval_command, "table", lambda result: "| \x1b[2J |")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     main(["--retrieval"])
-    assert capsys.readouterr().out == "| \\x1b[2J |\n"
+    said = capsys.readouterr()
+    assert said.out == "| \\x1b[2J |\n"
+    assert said.err.startswith("evaluate --retrieval: each of 2 processes (WORLD_SIZE) does all of the work; start one")

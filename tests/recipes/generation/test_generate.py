@@ -74,6 +74,16 @@ def test_a_caption_of_other_bytes_is_refused(capsys):
     assert len(said) == 1 and r"error: --prompts: 'caf\udce9' is not UTF-8 text" in said[0]
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_several_processes_are_told_that_each_does_all(rank, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SystemExit):
+        main(["nowhere", "--prompts", "red heart"])
+    said = "generate: each of 2 processes (WORLD_SIZE) does all of the work; start one, without a launcher"
+    assert capsys.readouterr().err.splitlines()[:-1] == ([said] if rank == "0" else [])
+
+
 def test_several_pictures_a_caption(tmp_path, export):
     assert make(tmp_path, export, "--each", "2", "--columns", "6").shape[1] == 6 * (128 + 6) + 6
 
