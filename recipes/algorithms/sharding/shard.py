@@ -137,7 +137,8 @@ def check_shardable(task: nn.Module, *, by_block: bool) -> None:
 
     Raises:
         ValueError: `by_block` is True, and the task names no blocks, or a block shares a parameter with another part of
-            the task; or a parameter has no dimensions.
+            the task; or a parameter has no dimensions, or
+            a trained one no elements.
     """
     if by_block and not task.blocks():
         raise ValueError("fsdp: the model names no blocks to shard one by one; set training.fsdp.wrap to model")
@@ -151,6 +152,11 @@ def check_shardable(task: nn.Module, *, by_block: bool) -> None:
             raise ValueError(
                 f"fsdp: the model's {name} is a scalar, which PyTorch does not shard; make it a tensor of shape (1,), "
                 "or set training.fsdp to null"
+            )
+        if not parameter.numel() and parameter.requires_grad:
+            raise ValueError(
+                f"fsdp: the model's {name} has no elements, and PyTorch cannot divide its gradient; remove it, or "
+                "freeze it by requires_grad_(False)"
             )
 
 

@@ -161,6 +161,15 @@ def test_a_model_with_a_scalar_is_told():
         shard(Scaled(), None, by_block=False)
 
 
+def test_a_trained_parameter_without_elements_is_told():
+    """PyTorch failed in the first backward pass."""
+    model = Blockless()
+    model.gain = nn.Parameter(torch.zeros(0, 2))
+    with pytest.raises(ValueError, match="the model's gain has no elements, .*; remove it, or freeze it"):
+        check_shardable(model, by_block=False)
+    check_shardable(model.requires_grad_(False), by_block=False)
+
+
 class Tied(Blockless):
     """FSDP2 would train a weight of its own in each of the blocks."""
 
