@@ -21,12 +21,33 @@ class RecipeRates(Lever):
 
     def __init__(self) -> None:
         self.groups: list[dict[str, Any]] = []
+        self.counts: set[str] = set()  # what the optimizer counts in its groups
 
     def built(self, optimizer: Optimizer) -> None:
         """Remember the settings of a new optimizer, whose learning rates are the peak ones."""
-        kept = {"params", *_counts(optimizer)}
+        self.counts = set(optimizer.defaults) - _settings(optimizer)
         # Copies: schedules fill a learning rate that is a tensor, in place.
-        self.groups = [{k: deepcopy(v) for k, v in group.items() if k not in kept} for group in optimizer.param_groups]
+        self.groups = [{k: deepcopy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        self._watch_first_step(optimizer)
+
+    def _watch_first_step(self, optimizer: Optimizer) -> None:
+        """Of numbers in the groups alone, only a step says which ones it counts. PyTorch makes one before it loads."""
+        before: list[dict[str, Any]] = []
+        stepped = False
+
+        def look(optimizer: Optimizer, *_: Any) -> None:
+            if not stepped:
+                before[:] = [dict(group) for group in optimizer.param_groups]
+
+        def compare(optimizer: Optimizer, *_: Any) -> None:
+            nonlocal stepped
+            for old, new in zip(before, optimizer.param_groups, strict=True) if not stepped else ():
+                numbers = {k for k, v in new.items() if isinstance(v, int | float) and old.get(k, v) != v}
+                self.counts |= numbers - _settings(optimizer)
+            stepped = True
+
+        optimizer.register_step_pre_hook(look)
+        optimizer.register_step_post_hook(compare)
 
     def loaded(self, run: Run) -> None:
         groups = run.optimizer.param_groups
@@ -38,12 +59,13 @@ class RecipeRates(Lever):
             rate = saved["lr"]  # in every bit, where the peak is what it was
             if peak != before:
                 rate = peak * (rate / before if before else 1.0)
+            settings = {name: value for name, value in settings.items() if name not in self.counts}
             group.update(settings | {"lr": rate, "initial_lr": peak})
         run.peak_rates_changed()
 
 
-def _counts(optimizer: Optimizer) -> set[str]:
-    """Values that an optimizer keeps in its groups and nobody sets, such as a count of steps: a checkpoint has them."""
+def _settings(optimizer: Optimizer) -> set[str]:
+    """Names of what may be given to an optimizer, and the learning rate. Other values in its groups that it changes
+    are its own, such as a count of steps: a checkpoint has them."""
     classes = [kind for kind in type(optimizer).__mro__ if issubclass(kind, Optimizer)]
-    settings = {name for kind in classes for name in inspect.signature(kind.__init__).parameters}
-    return set(optimizer.defaults) - settings
+    return {"lr", *(name for kind in classes for name in inspect.signature(kind.__init__).parameters)}

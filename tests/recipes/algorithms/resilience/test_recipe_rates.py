@@ -52,6 +52,30 @@ def test_counts_stay_those_of_the_checkpoint():
     assert (group["steps"], group["beta"], group["lr"]) == (7, 0.5, 0.1)
 
 
+class CountsInGroups(torch.optim.SGD):
+    """Keeps the number of its steps in its groups, and not in its defaults. Each group has a factor, too."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, lr)
+        for group in self.param_groups:
+            group |= {"steps": 0, "factor": 2.0}
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] += 1
+
+
+def test_numbers_of_groups_that_a_step_changes_are_counts():
+    """They began again at 0."""
+    optimizer, lever = CountsInGroups([nn.Parameter(torch.ones(2))], lr=0.2), RecipeRates()
+    lever.built(optimizer)
+    (group,) = optimizer.param_groups
+    optimizer.step()  # as PyTorch, to find out the states that it has
+    group.update({"lr": 0.1, "initial_lr": 0.2, "factor": 1.0, "steps": 7})
+    lever.loaded(SimpleNamespace(optimizer=optimizer, peak_rates_changed=lambda: None))
+    assert (group["steps"], group["factor"]) == (7, 2.0)
+
+
 def test_a_peak_rate_that_is_a_tensor_stays_what_it_was():
     """Schedules fill it in place."""
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=torch.tensor(0.5), fused=True)
