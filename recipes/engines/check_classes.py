@@ -45,8 +45,8 @@ def check_classes(recipe: Recipe) -> None:
 def check_step(optimizer: torch.optim.Optimizer) -> None:
     """
     Raises:
-        ValueError: its step takes no closure, which PyTorch gives to it when a run goes on, or needs one, or it
-            exchanges weights for validation.
+        ValueError: its step takes no closure, or zero_grad no set_to_none, which PyTorch gives to them when a run goes
+            on; its step needs a closure; or it exchanges weights for validation.
     """
     kind, step = type(optimizer), inspect.signature(optimizer.step)
     try:
@@ -62,6 +62,13 @@ def check_step(optimizer: torch.optim.Optimizer) -> None:
         raise ValueError(
             f"optimizer: {kind.__name__}.step ({kind.__module__}) needs a closure, and a run gives it none: gradients "
             "are ready when it is called; use an optimizer that needs none"
+        ) from None
+    try:
+        inspect.signature(optimizer.zero_grad).bind(set_to_none=True)
+    except TypeError:
+        raise ValueError(
+            f"optimizer: {kind.__name__}.zero_grad ({kind.__module__}) takes no set_to_none, which PyTorch gives to it "
+            "when a run goes on; define zero_grad(self, set_to_none=True)"
         ) from None
     if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
         raise ValueError(

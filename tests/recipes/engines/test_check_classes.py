@@ -61,6 +61,17 @@ def test_the_step_of_an_optimizer_takes_a_closure():
         check_classes.check_step(Bare(parameters, lr=1.0))
 
 
+def test_zero_grad_takes_what_pytorch_gives_to_it():
+    """Lightning gave it in the first batch, and Composer when a run went on, where it was a TypeError."""
+
+    class Bare(torch.optim.SGD):
+        def zero_grad(self):
+            raise AssertionError("not called")
+
+    with pytest.raises(ValueError, match=r"^optimizer: Bare.zero_grad \(.*\) takes no set_to_none, which PyTorch"):
+        check_classes.check_step(Bare([torch.nn.Parameter(torch.zeros(2))], lr=1.0))
+
+
 def test_steps_that_need_a_closure_and_weights_that_are_exchanged():
     """Lightning gave a closure that computes nothing; nobody called train() and eval()."""
 
