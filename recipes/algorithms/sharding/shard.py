@@ -137,8 +137,7 @@ def check_shardable(task: nn.Module, *, by_block: bool) -> None:
 
     Raises:
         ValueError: `by_block` is True, and the task names no blocks, or a block shares a parameter with another part of
-            the task; or a parameter has no dimensions, or
-            a trained one no elements.
+            the task; or a parameter has no dimensions, or a trained one no elements.
     """
     if by_block and not task.blocks():
         raise ValueError("fsdp: the model names no blocks to shard one by one; set training.fsdp.wrap to model")
