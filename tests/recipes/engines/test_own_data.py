@@ -4,6 +4,7 @@ import importlib
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -86,6 +87,31 @@ def test_a_loader_of_ones_own_goes_on_in_its_order(quick_recipe, tmp_path, engin
         training.close()
     total = 8 if "8ba" in durations else 6
     assert numbers.found == [(number // 3, expected(number // 3)[number % 3]) for number in range(total)]
+
+
+class Counts(Loader):
+    def state_dict(self, ahead=0):
+        return {"epoch": self.epoch, "done": np.int64(self.done - ahead)}
+
+
+@pytest.mark.parametrize("engine", ["composer", "lightning"])
+def test_a_position_that_no_run_could_load_ends_the_run_at_its_first_checkpoint(quick_recipe, tmp_path, engine):
+    def change(parts):
+        sample = {name: tensor[0] for name, tensor in next(iter(parts.data.loader)).items()}
+        parts.end_workers()
+        parts.data = replace(parts.data, loader=Counts(sample), samples=SAMPLES)
+
+    settings = f"training={{engine: {engine}, global_batch: {BATCH}, microbatch: null, duration: 2ba}}"
+    train = importlib.import_module(f"recipes.engines.{engine}.trainer")
+    training = train.build_trainer(
+        quick_recipe(tmp_path, settings, "evals={val: null}", "checkpoints.every=1ba"), change=change
+    )
+    with pytest.raises(
+        ValueError, match="^data: the loader: state_dict returns 'done' with a value that is not loaded"
+    ):
+        training.fit()
+    training.close()
+    assert not [*tmp_path.glob("checkpoints/*ba*")]
 
 
 def test_a_loader_that_a_run_could_not_use_is_refused_at_the_start():
