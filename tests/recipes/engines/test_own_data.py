@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from data.loading import Loading
+from recipes.engines import check_classes
 from recipes.engines.check_classes import check_loader
+from recipes.engines.composer.data import data_spec
 from recipes.training.callback import Callback
 
 SAMPLES, BATCH = 24, 8
@@ -112,6 +114,53 @@ def test_a_position_that_no_run_could_load_ends_the_run_at_its_first_checkpoint(
         training.fit()
     training.close()
     assert not [*tmp_path.glob("checkpoints/*ba*")]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([])
+
+
+class Positioned(IterableDataset):
+    """With methods that others call without arguments."""
+
+    def __iter__(self):
+        return iter([{"x": torch.zeros(2)}])
+
+    def state_dict(self):
+        return {"of": "data set"}
+
+    def load_state_dict(self, state):
+        raise AssertionError("not Composer's")
+
+
+class PositionedLoader(DataLoader):
+    def state_dict(self, ahead=0):
+        return {"of": "loader"}
+
+    def load_state_dict(self, state):
+        self.loaded = state
+
+
+def test_composer_takes_the_position_of_a_data_set_only_if_it_gives_it_to_composer(monkeypatch):
+    """Composer gives it two arguments: it was a TypeError when the first checkpoint was due."""
+    loader = PositionedLoader(Positioned())
+    dataset = data_spec(Loading(loader), batch_in_epoch=lambda: 0).dataloader.dataset
+    assert dataset.state_dict(3, True) == {"of": "loader"}
+    recipe = SimpleNamespace(
+        data=SimpleNamespace(name="my.data"), checkpoints=SimpleNamespace(save=True, load_path=None)
+    )
+    check_loader(Loading(loader), recipe, "composer")
+    with pytest.raises(ValueError, match=r"^data: state_dict of Positioned \(my.data\) does not take num_samples and"):
+        check_loader(Loading(DataLoader(Positioned())), recipe, "composer")
+    monkeypatch.setattr(check_classes, "world_size", lambda: 2)
+    for divides in (Stream(), [1, 2]):
+        given = DataLoader(divides, sampler=DistributedSampler([1, 2], 2, 0) if divides == [1, 2] else None)
+        check_loader(Loading(given), recipe, "composer")
+    with pytest.raises(
+        ValueError, match=r"^data: the loader of my.data has no state_dict and load_state_dict, and Comp"
+    ):
+        check_loader(Loading(DataLoader([1, 2])), recipe, "composer")
 
 
 def test_a_loader_that_a_run_could_not_use_is_refused_at_the_start():
