@@ -70,8 +70,8 @@ class Loading:
     values, the same on all ranks. The position counts batches that left the loader, whatever its workers have
     prefetched. A trainer that itself takes batches from the loader before it trains on them passes the number of these:
     `loader.state_dict(ahead=1)`. If `loader.dataset` has methods of the same names that take Composer's arguments, its
-    count of samples and `from_beginning`, it calls these instead. The states are interchangeable: `load_state_dict` also
-    takes what Composer's checkpoints hold under `dataset_state`, `train`.
+    count of samples and `from_beginning`, it calls these instead. The states are interchangeable: `load_state_dict`
+    also takes what Composer's checkpoints hold under `dataset_state`, `train`.
 
     In validation all ranks have equally many batches of equal sizes, because sharded models exchange weights in each.
     Where samples therefore repeat, or blank ones are added, the batches' entry `weight` (B,) float32 says how much each
