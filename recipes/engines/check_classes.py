@@ -160,8 +160,9 @@ def check_loader(loading: Loading, recipe: Recipe, engine: str) -> None:
         return
     if hasattr(loader.dataset, "state_dict") and not takes_counts(loader.dataset) and checkpoints.save:
         raise ValueError(
-            f"data: state_dict of {type(loader.dataset).__name__} ({name}) does not take num_samples and from_beginning, "
-            "which Composer gives; define state_dict and load_state_dict in a subclass of DataLoader (data/loading.py)"
+            f"data: state_dict of {type(loader.dataset).__name__} ({name}) does not take num_samples and "
+            "from_beginning, which Composer gives; define state_dict and load_state_dict in a subclass of DataLoader "
+            "(data/loading.py)"
         )
     divides = isinstance(loader.dataset, IterableDataset) or isinstance(loader.sampler, DistributedSampler)
     if world_size() > 1 and not divides:
