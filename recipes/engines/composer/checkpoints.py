@@ -85,8 +85,8 @@ def _write(state: State, path: Path, sharded: bool) -> None:
     """Does what Composer's `_save_checkpoint` does, and saves the tensors of levers like those of the model."""
     with steps_of_nothing():
         saved = {"state": state.state_dict(), "rng": reproducibility.get_rng_state()}  # gathered from all ranks
-    if hasattr(getattr(state.train_dataloader, "dataset", None), "state_dict"):
-        kept(saved["state"]["dataset_state"]["train"])
+    if (position := saved["state"].get("dataset_state", {}).get("train")) is not None:
+        kept(position)
     levers = dict(saved["state"]["algorithms"])
     with whole(path) as partial:
         if sharded:
