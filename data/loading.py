@@ -79,7 +79,8 @@ class Loading:
 
     Attributes:
         loader: yields dicts of CPU tensors; in training it has `state_dict` and `load_state_dict`.
-        on_device: applied to each (micro)batch after it was moved to the device. Entries that the loader did not make,
+        on_device: applied to each (micro)batch after it was moved to the device. It returns as many samples, and
+            changes no tensor in place, as on a CPU it may be the data set's own. Entries that the loader did not make,
             such as means over the whole batch (`recipes.training.microbatches`), stay as they are.
         samples: number of samples per epoch, over all ranks; None if the stream has no end.
         images: number of images in all encoded sets; None if they are not encoded, or it is not known.

@@ -24,8 +24,8 @@ def check_loaders(data: Loading, evals: Mapping[str, Loading], recipe: Recipe, e
         batch: number of samples in the batch of a rank.
 
     Raises:
-        ValueError: batches of another size than the recipe's, none at all, not equally many on all ranks, or an unknown
-            number that the engine must know.
+        ValueError: batches of another size than the recipe's, a loader for two purposes, no batches at all, not equally
+            many on all ranks, or an unknown number that the engine must know.
     """
     components = {"data": recipe.data} | {f"evals.{label}": recipe.evals[label] for label in evals}
     counts = {key: epoch_batches(one) for key, one in zip(components, (data, *evals.values()), strict=True)}
@@ -35,9 +35,16 @@ def check_loaders(data: Loading, evals: Mapping[str, Loading], recipe: Recipe, e
             f"data: the loader of {recipe.data.name} has batches of {size}, and training.global_batch makes it {batch} "
             "on each rank; give it the batch of its placement (data/loading.py)"
         )
+    shared = next((label for label, loading in evals.items() if loading.loader is data.loader), None)
+    if shared is not None:
+        raise ValueError(
+            f"evals.{shared}: its loader is that of the training data, whose position each validation would change; "
+            "make another one for each placement (data/loading.py)"
+        )
     if engine == "composer":
         missing = [key for key in counts if counts[key] is None and key != "data"]
-        epochs = counts["data"] is None and recipe.training.duration.endswith("ep")
+        # Of a stream without end, the description of the run says so.
+        epochs = counts["data"] is None and data.samples is not None and recipe.training.duration.endswith("ep")
         for key in (["data"] if epochs else []) + missing:
             what = "to count the epochs of training.duration" if key == "data" else "of validation sets"
             raise ValueError(

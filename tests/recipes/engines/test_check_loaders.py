@@ -1,5 +1,6 @@
 """Loaders of one's own whose numbers of batches and samples are not what a run needs."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -54,17 +55,25 @@ def test_batches_are_of_the_recipes_size_and_there_are_some(engine):
             check(of(8), empty, engine)
 
 
+def test_validation_does_not_take_the_batches_of_training():
+    """After each validation, training went on with other samples."""
+    one = of(8)
+    with pytest.raises(ValueError, match="^evals.val: its loader is that of the training data, whose position each "):
+        check(one, replace(one))
+
+
 def test_composer_is_given_the_lengths_that_it_needs():
     """It was a traceback of Composer's about eval_subset_num_batches."""
-    stream = Loading(DataLoader(Stream(), 4))
-    check(stream, stream, "lightning", "2ep")
+    stream, other = (Loading(DataLoader(Stream(), 4)) for _ in range(2))
+    check(stream, other, "lightning", "2ep")
     check(stream, of(4), "composer", "2ba")
     with pytest.raises(
         ValueError, match=r"^evals.val: the loader of my.data has no length, which Composer needs of val"
     ):
         check(of(4), stream)
+    check(stream, of(4), duration="2ep")  # without end, which has a line of its own
     with pytest.raises(ValueError, match=r"^data: the loader of my.data has no length, which Composer needs to count"):
-        check(stream, of(4), duration="2ep")
+        check(replace(stream, samples=9), of(4), duration="2ep")
 
 
 def test_ranks_have_equally_many_batches(monkeypatch):
