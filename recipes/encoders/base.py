@@ -361,6 +361,17 @@ class TextEncoder(FrozenEncoder, ABC):
     tokenizer_id: str
     tokenize: Callable[[list[str]], Tensor]
 
+    def check_attributes(self) -> None:
+        """Called when a component has built the encoder. Raises as `contract.check_attributes`, and if `tokenize` does
+        not return a row of tokens per caption."""
+        super().check_attributes()
+        found = self.tokenize(["", "a"])
+        if not isinstance(found, Tensor) or found.shape != (2, self.length):
+            raise ValueError(
+                f"{type(self).__name__}.tokenize() ({type(self).__module__}) returns {described(found)} for 2 captions "
+                f"instead of an int64 tensor (2, {self.length})"
+            )
+
     def encode(self, captions: list[str]) -> Tensor:
         """Embeddings float32 (B, length, width) of captions. The tokenizer cuts captions that are too long.
 

@@ -114,6 +114,16 @@ def test_an_attribute_that_is_missing_or_wrong_is_one_line(kind, name, value, pr
         build(component)
 
 
+@pytest.mark.parametrize("found", [[[1, 2, 3, 4]] * 2, torch.ones(1, 4).long(), torch.ones(2, 5).long()])
+def test_what_a_tokenizer_returns_is_checked(found, monkeypatch):
+    """A list was an AttributeError in the midst of a job, and one row for all captions an IndexError at the second."""
+    monkeypatch.setattr(Characters, "tokenize", lambda self, captions: found)
+    component = Component("text_encoder", "mine", {}, f"{__name__}:characters", "text_encoder")
+    message = r"^text_encoder: Characters.tokenize\(\) .* returns .* for 2 captions instead of an int64 tensor \(2, 4\)"
+    with pytest.raises(ValueError, match=message):
+        build(component)
+
+
 class Reused(Pool):
     """Writes all its results into the same memory, in half precision, by a parameter of its own."""
 
