@@ -69,9 +69,9 @@ class Loading:
     Every rank calls both methods, because ranks may have to exchange their positions. The state holds JSON-compatible
     values, the same on all ranks. The position counts batches that left the loader, whatever its workers have
     prefetched. A trainer that itself takes batches from the loader before it trains on them passes the number of these:
-    `loader.state_dict(ahead=1)`. If `loader.dataset` has methods of the same names, Composer calls these instead, with
-    its own count of samples. The states are interchangeable: `load_state_dict` also takes what Composer's checkpoints
-    hold under `dataset_state`, `train`.
+    `loader.state_dict(ahead=1)`. If `loader.dataset` has methods of the same names that take Composer's arguments, its
+    count of samples and `from_beginning`, it calls these instead. The states are interchangeable: `load_state_dict`
+    also takes what Composer's checkpoints hold under `dataset_state`, `train`.
 
     In validation all ranks have equally many batches of equal sizes, because sharded models exchange weights in each.
     Where samples therefore repeat, or blank ones are added, the batches' entry `weight` (B,) float32 says how much each
@@ -79,7 +79,8 @@ class Loading:
 
     Attributes:
         loader: yields dicts of CPU tensors; in training it has `state_dict` and `load_state_dict`.
-        on_device: applied to each (micro)batch after it was moved to the device. Entries that the loader did not make,
+        on_device: applied to each (micro)batch after it was moved to the device. It returns as many samples, and
+            changes no tensor in place, as on a CPU it may be the data set's own. Entries that the loader did not make,
             such as means over the whole batch (`recipes.training.microbatches`), stay as they are.
         samples: number of samples per epoch, over all ranks; None if the stream has no end.
         images: number of images in all encoded sets; None if they are not encoded, or it is not known.

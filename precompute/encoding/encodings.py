@@ -85,6 +85,7 @@ def encode_exactly(
     return fresh
 
 
+@torch.no_grad()  # an encoder of one's own may have parameters besides those of its network
 def encode(
     pixels: dict[int, Tensor], tokens: Tensor, images: ImageEncoder, texts: TextEncoder | None, exact: bool = False
 ) -> Encodings:
@@ -101,5 +102,5 @@ def encode(
     image_ok = torch.stack([s.finite for s in stored.values()]).all(0)
     if texts is None:
         return Encodings(stored, None, image_ok, torch.ones_like(image_ok))
-    text = texts.embed(tokens.to(texts.device, non_blocking=True), exact=exact).half()
+    text = texts.embed(tokens.to(texts.device, non_blocking=True), exact=exact).to(torch.float16, copy=True)
     return Encodings(stored, text, image_ok, text.isfinite().flatten(1).all(1))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from data.sources.base import Rejected
+from data.system.errors import WrongResult
 from precompute.encoding.columns import LatentColumns, TokenColumns
 from precompute.output.shard_folder import ShardFolder, Storage
 
@@ -63,11 +64,16 @@ class ShardWriter:
         self.sums = {r: np.zeros((3, shape[0])) for r, shape in columns.latents.items()}
         self._ends = 0
         self._parts = 1
+        self._keys: set[str] = set()
         self._early: dict[int, EncodedSample | Rejected] = {}
         self._folder = ShardFolder(folder, shard, columns.encodings(), storage, options)
 
     def add(self, number: int, sample: EncodedSample | Rejected) -> None:
-        """Takes sample `number` of the source's order, and writes it when all samples before it have arrived."""
+        """Takes sample `number` of the source's order, and writes it when all samples before it have arrived.
+
+        Raises:
+            WrongResult: another sample of the shard has the same key.
+        """
         assert number >= self.next and number not in self._early, (self.shard, number)
         self._early[number] = sample
         while self.next in self._early:
@@ -95,6 +101,13 @@ class ShardWriter:
         if isinstance(sample, Rejected):
             self._folder.reject(sample)
             return
+        key = sample.columns["key"]
+        if key in self._keys:
+            raise WrongResult(
+                f"the source yields the key {key!r:.80} twice in the shard {self.shard}; yield each key once "
+                "(data.sources.base.ReadOnce), and the samples in one order, as several processes may read a shard"
+            )
+        self._keys.add(key)
         self._folder.write(sample.columns)
         self.reencoded += sample.reencoded
         for resolution, sums in sample.sums.items():

@@ -181,6 +181,17 @@ class ImageEncoder(FrozenEncoder, ABC):
     dtype: str
     downsample: int
 
+    def check_attributes(self) -> None:
+        """Called when a component has built the encoder. Raises as `contract.check_attributes`."""
+        super().check_attributes()
+        for base in (LatentEncoder, TokenEncoder):
+            for name in ("kind", "dtype") if isinstance(self, base) else ():
+                if (value := getattr(self, name)) != getattr(base, name):  # such as a key of its own
+                    raise ValueError(
+                        f"the attribute `{name}` of {type(self).__name__} ({type(self).__module__}) is {value!r:.60}; "
+                        f"it says what is stored, {getattr(base, name)!r}: give yours another name"
+                    )
+
     @abstractmethod
     def facts(self) -> dict[str, Any]:
         """The manifest's entries about this encoder, besides kind and dtype."""
@@ -216,6 +227,7 @@ class LatentEncoder(ImageEncoder):
     channels: int
     scaling_factor: float
     shift_factor: float
+    _deviation_checked = False
 
     @abstractmethod
     def encode(self, images: Tensor, exact: bool = False) -> tuple[Tensor, Tensor]:
@@ -248,8 +260,16 @@ class LatentEncoder(ImageEncoder):
             )
         for part in found:
             check_result(self, "encode", part, shape, pixels.device)
-        full_mean, full_std = found
-        mean, std = full_mean.half(), full_std.half()
+        if not self._deviation_checked:  # once, as the host waits for a GPU here
+            self._deviation_checked = True
+            if bool((found[1] < 0).any()):
+                raise WrongResult(
+                    f"{type(self).__name__}.encode() returns deviations below 0; return the mean and the standard "
+                    "deviation, not its logarithm or that of the variance"
+                )
+        # Copies also where they are in half precision: the job writes them while the encoder is at the next batch, of
+        # which the results may be in the same memory.
+        mean, std = (part.to(torch.float16, copy=True) for part in found)
         m, s = mean.double().flatten(2), std.double().flatten(2)  # BC(hw), as stored
         sums = torch.stack([m.sum(2), m.square().sum(2), s.square().sum(2)], dim=1)
         return Stored({"mean": mean, "std": std}, sums.isfinite().flatten(1).all(1), sums)
@@ -340,6 +360,17 @@ class TextEncoder(FrozenEncoder, ABC):
     layer: str
     tokenizer_id: str
     tokenize: Callable[[list[str]], Tensor]
+
+    def check_attributes(self) -> None:
+        """Called when a component has built the encoder. Raises as `contract.check_attributes`, and if `tokenize` does
+        not return a row of tokens per caption."""
+        super().check_attributes()
+        found = self.tokenize(["", "a"])
+        if not isinstance(found, Tensor) or found.shape != (2, self.length):
+            raise ValueError(
+                f"{type(self).__name__}.tokenize() ({type(self).__module__}) returns {described(found)} for 2 captions "
+                f"instead of an int64 tensor (2, {self.length})"
+            )
 
     def encode(self, captions: list[str]) -> Tensor:
         """Embeddings float32 (B, length, width) of captions. The tokenizer cuts captions that are too long.

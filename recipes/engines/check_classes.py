@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from data.loading import Loading
 from recipes.config.build import import_builder
@@ -17,6 +17,7 @@ from recipes.engines.checkpoints.plain_pickles import loadable
 from recipes.training.callback import Callback
 from recipes.training.hooks import Hooks
 from recipes.training.lever import Lever
+from recipes.training.ranks import world_size
 
 
 def check_classes(recipe: Recipe) -> None:
@@ -170,7 +171,7 @@ def check_loader(loading: Loading, recipe: Recipe, engine: str) -> None:
         engine: of the run. Composer can also read batches again up to those that it had, of a loader without a state.
 
     Raises:
-        ValueError: the loader is no DataLoader, or checkpoints could not hold its position.
+        ValueError: the loader is no DataLoader, checkpoints could not hold its position, or Composer would refuse it.
     """
     name, checkpoints = recipe.data.name, recipe.checkpoints
     loader = loading.loader
@@ -182,6 +183,29 @@ def check_loader(loading: Loading, recipe: Recipe, engine: str) -> None:
             f"data: the loader of {name} has no state_dict and load_state_dict, which checkpoints need; define them in "
             "a subclass of DataLoader (data/loading.py)"
         )
+    if engine != "composer" or hasattr(loader, "state_dict"):
+        return
+    if hasattr(loader.dataset, "state_dict") and not takes_counts(loader.dataset) and checkpoints.save:
+        raise ValueError(
+            f"data: state_dict of {type(loader.dataset).__name__} ({name}) does not take num_samples and "
+            "from_beginning, which Composer gives; define state_dict and load_state_dict in a subclass of DataLoader "
+            "(data/loading.py)"
+        )
+    divides = isinstance(loader.dataset, IterableDataset) or isinstance(loader.sampler, DistributedSampler)
+    if world_size() > 1 and not divides:
+        raise ValueError(
+            f"data: the loader of {name} has no state_dict and load_state_dict, and Composer cannot see that its ranks "
+            "read different samples; define them in a subclass of DataLoader (data/loading.py)"
+        )
+
+
+def takes_counts(dataset: Dataset) -> bool:
+    """Whether a data set has a position as Composer asks for it, as those of streaming do."""
+    try:
+        inspect.signature(dataset.state_dict).bind(0, True)
+    except (AttributeError, TypeError):
+        return False
+    return True
 
 
 def _is_called(kind: type) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from data.loading import WEIGHT
 from recipes.models.task import Task, described
 
 
@@ -42,8 +43,12 @@ class Figure(Metric):
             samples: (B,), with which weight each sample counts; None: all with the same.
 
         Raises:
-            ValueError: a result is missing, or is not one value per sample.
+            ValueError: a result is missing, or is not one value per sample, or the weights are none per sample.
         """
+        if samples is not None and samples.dim() != 1:  # (B, 1) would give each sample the weights of all
+            raise ValueError(
+                f"data: the entry {WEIGHT!r} of a batch is {described(samples)}; give a tensor of shape (B,)"
+            )
         for number, name in enumerate(self.terms):
             values = _per_sample(results, name, samples)
             weight = torch.ones_like(values)

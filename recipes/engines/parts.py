@@ -35,6 +35,7 @@ from recipes.algorithms.tensor_parallel.lever import TensorParallel
 from recipes.config.build import build, build_on_meta, encoders_of
 from recipes.config.recipe import Recipe, Training
 from recipes.engines.check_classes import check_classes, check_kept, check_loader, check_step
+from recipes.engines.check_loaders import check_loaders
 from recipes.engines.checkpoints.own_optimizers import keep_formats
 from recipes.engines.first_weights import new_task, started_from
 from recipes.engines.logs.loggers import Opener
@@ -172,6 +173,7 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
         label: build(component, placement=load(training=False), requirements=requirements)
         for label, component in recipe.evals.items()
     }
+    check_loaders(data, evals, recipe, engine, batch)
     check_encoders(recipe, data, evals)
     other_rates = recipe.checkpoints.load_path is not None or any(key.startswith("optimizer") for key in changed)
     rates = [RecipeRates()] if other_rates else []

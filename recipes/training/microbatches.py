@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from recipes.models.task import Task
+from recipes.models.task import Task, described
 from recipes.training import ranks
 from recipes.training.transfer import sent
 
 
 def samples_of(batch: dict[str, Tensor]) -> int:
-    """Number of samples of a batch, the first dimension of its tensors."""
-    return len(next(iter(batch.values())))
+    """Number of samples of a batch, the first dimension of its tensors.
+
+    Raises:
+        ValueError: it is no dict of tensors with the same first dimension. Of an entry for the batch as a whole, such
+            as a mask (1, L), microbatches would get a part, and if it is the first one, only as many samples count.
+    """
+    if not isinstance(batch, Mapping) or not batch:
+        raise ValueError(f"data: a batch is {described(batch)}; give a dict of tensors, with the sample first")
+    sizes = {name: len(x) if isinstance(x, Tensor) and x.dim() else None for name, x in batch.items()}
+    counts = [size for size in sizes.values() if size is not None]
+    samples = max(counts, key=lambda size: (counts.count(size), size), default=None)  # what most entries have
+    for name, size in sizes.items():
+        if size is None or size != samples:
+            raise ValueError(
+                f"data: the entry {name!r} of a batch is {described(batch[name])}, and entries are divided into "
+                f"microbatches; give tensors whose first dimension is the sample{f', here {samples}' * bool(samples)}"
+            )
+    return samples
 
 
 def split(batch: dict[str, Tensor], size: int | None) -> list[dict[str, Tensor]]:
@@ -37,11 +55,14 @@ def with_batch_means(batch: dict[str, Tensor], task: Task, device: torch.device)
 
     Returns:
         The batch, with one further tensor (B,) float32 per mean, which has the same value for each sample.
+
+    Raises:
+        ValueError: as of `samples_of`.
     """
+    samples = samples_of(batch)  # first: it finds entries that the task cannot use
     values = task.batch_means(batch)
     if not values:
         return batch
-    samples = samples_of(batch)
     # Sums of counts are exact in 64 bits, and so independent of the number of ranks.
     sums = sent([*(value.double().sum().item() for value in values.values()), samples], torch.float64, device)
     ranks.all_reduce(sums)

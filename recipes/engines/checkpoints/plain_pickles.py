@@ -156,7 +156,7 @@ def _without_numbers(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return None
     if type(value) is np.ndarray and not value.dtype.hasobject:
-        return np.empty(0, value.dtype)
+        return np.zeros(min(1, value.size), value.dtype)  # no bytes at all are pickled in another way
     if type(value) in (dict, OrderedDict):  # the latter of modules' state_dict
         return {key: _without_numbers(item) for key, item in value.items()}
     return type(value)(map(_without_numbers, value)) if type(value) in (list, tuple) else value

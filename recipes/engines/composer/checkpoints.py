@@ -18,6 +18,7 @@ from recipes.engines.checkpoints.checksums import save_full
 from recipes.engines.checkpoints.early_save import EarlySave
 from recipes.engines.checkpoints.files import CheckpointFiles, end_if_asked, first_rank_writes, whole
 from recipes.engines.checkpoints.lever_states import LEVERS, gathered, separated
+from recipes.engines.checkpoints.loader_state import kept
 from recipes.engines.checkpoints.own_optimizers import steps_of_nothing
 from recipes.engines.checkpoints.save_planner import save_sharded
 from recipes.engines.composer.run import ComposerRun
@@ -84,6 +85,8 @@ def _write(state: State, path: Path, sharded: bool) -> None:
     """Does what Composer's `_save_checkpoint` does, and saves the tensors of levers like those of the model."""
     with steps_of_nothing():
         saved = {"state": state.state_dict(), "rng": reproducibility.get_rng_state()}  # gathered from all ranks
+    if (position := saved["state"].get("dataset_state", {}).get("train")) is not None:
+        kept(position)
     levers = dict(saved["state"]["algorithms"])
     with whole(path) as partial:
         if sharded:

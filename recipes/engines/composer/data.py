@@ -10,6 +10,7 @@ from composer.core import DataSpec
 from torch.utils.data import DataLoader, IterableDataset
 
 from data.loading import Batch, Loading
+from recipes.engines.check_classes import takes_counts
 from recipes.training.microbatches import samples_of, split
 
 
@@ -62,7 +63,7 @@ def data_spec(loading: Loading, copies: int = 1, batch_in_epoch: Callable[[], in
     if batch_in_epoch is None:
         is_composers = isinstance(dataset, IterableDataset)
     else:
-        is_composers = hasattr(dataset, "state_dict") or not hasattr(loader, "state_dict")
+        is_composers = takes_counts(dataset) or not hasattr(loader, "state_dict")
     if not is_composers:
         # With a generator of its own, as each iterator draws a number.
         batches = LoaderAsDataset(loader, batch_in_epoch or (lambda: 0))

@@ -31,6 +31,7 @@ from recipes.engines.checkpoints.further_names import loaded_under_each_name
 from recipes.engines.checkpoints.lazy import copied, copy_moments
 from recipes.engines.checkpoints.legacy import upgraded
 from recipes.engines.checkpoints.lever_states import LEVERS, forms, gathered, joined, separated
+from recipes.engines.checkpoints.loader_state import kept
 from recipes.engines.checkpoints.own_load_plan import OwnLoadPlan
 from recipes.engines.checkpoints.own_optimizers import steps_of_nothing
 from recipes.engines.checkpoints.plain_pickles import loadable, plain_pickles
@@ -224,7 +225,7 @@ class Checkpoints:
             "counts": vars(run.counts).copy(),
             "optimizer_name": type(run.optimizer).__name__,
             "scaler": {} if run.scaler is None else run.scaler.state_dict(),
-            "data": self._batches.state_dict(),
+            "data": kept(self._batches.state_dict()),
             LEVERS: {name: loadable(name, lever.state_dict()) for name, lever in levers.items()},
             "callbacks": {name: loadable(name, callback.state_dict()) for name, callback in callbacks.items()},
             "generators": generator_states() if self.generators is None else self.generators,

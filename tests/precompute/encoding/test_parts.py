@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from data.sources.base import InputShard, Position, Rejected
+from data.system.errors import WrongResult
 from data.system.log import every_rank, log
 from data.system.ranks import Rank
 from precompute.encoding.batch import DecodedBatch, ShardEnd
@@ -104,6 +105,15 @@ def test_a_shard_is_complete_when_all_its_parts_were_read(tmp_path):
     torn.end(1, parts=2)
     with pytest.raises(ValueError, match="one process read samples up to number 1, another up to number 2"):
         torn.end(2, parts=2)
+
+
+def test_a_key_that_a_shard_has_twice_is_refused(tmp_path):
+    """Where a source yields samples in another order to each process, some were encoded twice and others never."""
+    writer = ShardWriter(tmp_path / "twice", "twice", COLUMNS, Storage(), {})
+    for number, one in enumerate((sample("a"), Rejected("a", "duplicate_key"), sample("b"))):
+        writer.add(number, one)
+    with pytest.raises(WrongResult, match="^the source yields the key 'a' twice in the shard twice; yield each key on"):
+        writer.add(3, sample("a"))
 
 
 def test_after_an_error_of_the_writer_nothing_more_is_encoded():

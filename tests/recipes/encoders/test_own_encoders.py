@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from data.system.errors import WrongResult
+from precompute.encoding.encodings import encode
 from recipes.config.build import build
 from recipes.config.values import Component
 from recipes.encoders.base import LatentEncoder, TextEncoder
@@ -44,8 +45,9 @@ def characters():
 
 
 def test_encoders_of_ones_own_encode_and_are_none_of_diffusers():
-    images, texts = Pool(lambda: torch.nn.Linear(1, 1), "pool", "fp32"), Characters(
-        lambda: torch.nn.Embedding(256, 2), "characters", "fp32"
+    images, texts = (
+        Pool(lambda: torch.nn.Linear(1, 1), "pool", "fp32"),
+        Characters(lambda: torch.nn.Embedding(256, 2), "characters", "fp32"),
     )
     pixels = torch.full((2, 4, 4, 3), 51, dtype=torch.uint8)
     torch.testing.assert_close(images.reconstruct(pixels), torch.full((2, 3, 4, 4), 0.2), atol=1e-3, rtol=0)
@@ -63,6 +65,10 @@ def test_encoders_of_ones_own_encode_and_are_none_of_diffusers():
         ((torch.zeros(2, 3, 2, 1), torch.zeros(2, 3, 2, 1)), "returns float32 (2, 3, 2, 1) on cpu instead of a tensor"),
         ((torch.zeros(1, 3, 2, 2), torch.zeros(1, 3, 2, 2)), "returns float32 (1, 3, 2, 2) on cpu instead of a tensor"),
         ((torch.zeros(2, 3, 2, 2), torch.zeros(2, 3, 2, 2).int()), "returns int32 (2, 3, 2, 2) on cpu instead of"),
+        (
+            (torch.zeros(2, 3, 2, 2), -torch.ones(2, 3, 2, 2)),
+            "returns deviations below 0; return the mean and the stand",
+        ),
     ],
 )
 def test_what_an_image_encoder_returns_is_checked(found, message, monkeypatch):
@@ -88,6 +94,8 @@ def test_what_a_text_encoder_returns_is_checked(found, monkeypatch):
         (Pool, "downsample", 0, "is 0; set it to a whole number above 0"),
         (Pool, "channels", 3.0, "is 3.0; set it to a whole number above 0"),
         (Pool, "scaling_factor", "1", "is '1'; set it to a number"),
+        (Pool, "dtype", torch.half, "is torch.float16; it says what is stored, 'float16': give yours another name"),
+        (Pool, "kind", "mine", "is 'mine'; it says what is stored, 'latents': give yours another name"),
         (Characters, "tokenizer_id", None, "is missing; set it to a text"),
         (Characters, "tokenize", None, "is missing; set it to a function"),
     ],
@@ -104,3 +112,43 @@ def test_an_attribute_that_is_missing_or_wrong_is_one_line(kind, name, value, pr
     line = f"{group}: the attribute `{name}` of {kind.__name__} ({__name__}) {problem}"
     with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
         build(component)
+
+
+@pytest.mark.parametrize("found", [[[1, 2, 3, 4]] * 2, torch.ones(1, 4).long(), torch.ones(2, 5).long()])
+def test_what_a_tokenizer_returns_is_checked(found, monkeypatch):
+    """A list was an AttributeError in the midst of a job, and one row for all captions an IndexError at the second."""
+    monkeypatch.setattr(Characters, "tokenize", lambda self, captions: found)
+    component = Component("text_encoder", "mine", {}, f"{__name__}:characters", "text_encoder")
+    message = r"^text_encoder: Characters.tokenize\(\) .* returns .* for 2 captions instead of an int64 tensor \(2, 4\)"
+    with pytest.raises(ValueError, match=message):
+        build(component)
+
+
+class Reused(Pool):
+    """Writes all its results into the same memory, in half precision, by a parameter of its own."""
+
+    def encode(self, images, exact=False):
+        self.gain = torch.nn.Parameter(torch.ones(1))
+        mean = super().encode(images, exact)[0].half()
+        if not hasattr(self, "memory"):
+            self.memory = mean, torch.zeros_like(mean)
+        return self.memory[0].copy_(mean * self.gain), self.memory[1]
+
+
+class ReusedText(Characters):
+    memory = torch.zeros(2, 4, 2, dtype=torch.float16)
+
+    def encode_tokens(self, tokens, exact=False):
+        return self.memory.copy_(super().encode_tokens(tokens, exact))
+
+
+def test_results_stay_when_the_memory_that_an_encoder_returned_is_used_again():
+    """The job encodes a batch while the one before is written: its latents were those of the next one."""
+    images = Reused(lambda: torch.nn.Linear(1, 1), "reused", "fp32")
+    texts = ReusedText(lambda: torch.nn.Embedding(256, 2), "reused", "fp32")
+    first, second = (
+        encode({4: torch.full((2, 1, 4, 4, 3), gray, dtype=torch.uint8)}, texts.tokenize([name] * 2), images, texts)
+        for gray, name in ((0, "a"), (255, "b"))
+    )
+    assert (first.images[4].arrays["mean"] == -1).all() and (second.images[4].arrays["mean"] == 1).all()
+    assert not torch.equal(first.text, second.text) and not first.images[4].arrays["mean"].requires_grad

@@ -50,6 +50,15 @@ def test_weights_of_samples_and_of_results_multiply():
     assert figure.compute().item() == pytest.approx((0.5 * 3 * 1 + 5) / (0.5 * 3 + 1))
 
 
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2), ()])
+def test_weights_that_are_not_of_each_sample_are_refused(shape):
+    """Weights (B, 1) gave each sample those of all."""
+    with pytest.raises(
+        ValueError, match="^data: the entry 'weight' of a batch is a tensor of shape .*; give a tensor of"
+    ):
+        Figure({"loss": 1.0}, {}).update(PARTS[0], torch.ones(shape))
+
+
 def test_results_in_16_bits_are_added_in_32():
     """As bf16 numbers the sum and the number of samples would be rounded to 300."""
     figure = Figure({"loss": 1.0}, {})

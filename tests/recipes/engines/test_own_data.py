@@ -4,12 +4,15 @@ import importlib
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from data.loading import Loading
+from recipes.engines import check_classes
 from recipes.engines.check_classes import check_loader
+from recipes.engines.composer.data import data_spec
 from recipes.training.callback import Callback
 
 SAMPLES, BATCH = 24, 8
@@ -86,6 +89,78 @@ def test_a_loader_of_ones_own_goes_on_in_its_order(quick_recipe, tmp_path, engin
         training.close()
     total = 8 if "8ba" in durations else 6
     assert numbers.found == [(number // 3, expected(number // 3)[number % 3]) for number in range(total)]
+
+
+class Counts(Loader):
+    def state_dict(self, ahead=0):
+        return {"epoch": self.epoch, "done": np.int64(self.done - ahead)}
+
+
+@pytest.mark.parametrize("engine", ["composer", "lightning"])
+def test_a_position_that_no_run_could_load_ends_the_run_at_its_first_checkpoint(quick_recipe, tmp_path, engine):
+    def change(parts):
+        sample = {name: tensor[0] for name, tensor in next(iter(parts.data.loader)).items()}
+        parts.end_workers()
+        parts.data = replace(parts.data, loader=Counts(sample), samples=SAMPLES)
+
+    settings = f"training={{engine: {engine}, global_batch: {BATCH}, microbatch: null, duration: 2ba}}"
+    train = importlib.import_module(f"recipes.engines.{engine}.trainer")
+    training = train.build_trainer(
+        quick_recipe(tmp_path, settings, "evals={val: null}", "checkpoints.every=1ba"), change=change
+    )
+    with pytest.raises(
+        ValueError, match="^data: the loader: state_dict returns 'done' with a value that is not loaded"
+    ):
+        training.fit()
+    training.close()
+    assert not [*tmp_path.glob("checkpoints/*ba*")]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([])
+
+
+class Positioned(IterableDataset):
+    """With methods that others call without arguments."""
+
+    def __iter__(self):
+        return iter([{"x": torch.zeros(2)}])
+
+    def state_dict(self):
+        return {"of": "data set"}
+
+    def load_state_dict(self, state):
+        raise AssertionError("not Composer's")
+
+
+class PositionedLoader(DataLoader):
+    def state_dict(self, ahead=0):
+        return {"of": "loader"}
+
+    def load_state_dict(self, state):
+        self.loaded = state
+
+
+def test_composer_takes_the_position_of_a_data_set_only_if_it_gives_it_to_composer(monkeypatch):
+    """Composer gives it two arguments: it was a TypeError when the first checkpoint was due."""
+    loader = PositionedLoader(Positioned())
+    dataset = data_spec(Loading(loader), batch_in_epoch=lambda: 0).dataloader.dataset
+    assert dataset.state_dict(3, True) == {"of": "loader"}
+    recipe = SimpleNamespace(
+        data=SimpleNamespace(name="my.data"), checkpoints=SimpleNamespace(save=True, load_path=None)
+    )
+    check_loader(Loading(loader), recipe, "composer")
+    with pytest.raises(ValueError, match=r"^data: state_dict of Positioned \(my.data\) does not take num_samples and"):
+        check_loader(Loading(DataLoader(Positioned())), recipe, "composer")
+    monkeypatch.setattr(check_classes, "world_size", lambda: 2)
+    for divides in (Stream(), [1, 2]):
+        given = DataLoader(divides, sampler=DistributedSampler([1, 2], 2, 0) if divides == [1, 2] else None)
+        check_loader(Loading(given), recipe, "composer")
+    with pytest.raises(
+        ValueError, match=r"^data: the loader of my.data has no state_dict and load_state_dict, and Comp"
+    ):
+        check_loader(Loading(DataLoader([1, 2])), recipe, "composer")
 
 
 def test_a_loader_that_a_run_could_not_use_is_refused_at_the_start():

@@ -43,3 +43,25 @@ def test_means_are_sent_from_page_locked_memory(monkeypatch):
 
 def test_tasks_that_ask_for_nothing_get_the_batch_as_it_is():
     assert with_batch_means(BATCH, Task(), torch.device("cpu")) is BATCH
+
+
+@pytest.mark.parametrize(
+    ("other", "refused"),
+    [
+        ({"mask": torch.ones(1, 2)}, r"'mask' of a batch is a tensor of shape \(1, 2\) and dtype float32"),
+        ({"scale": torch.tensor(2.0)}, r"'scale' of a batch is a tensor of shape \(\)"),
+        ({"table": torch.ones(7, 2)}, r"'table' of a batch is a tensor of shape \(7, 2\)"),
+        ({"captions": ["a"] * 5}, "'captions' of a batch is an instance of list"),
+        ({"nothing": None}, "'nothing' of a batch is nothing"),
+    ],
+)
+def test_entries_that_cannot_be_divided_are_refused(other, refused):
+    """By a mask (1, L) in front, a run trained on the first sample of each batch alone, and of a table each microbatch
+    got other rows; what is no tensor was an error of Python."""
+    for batch in (other | BATCH, BATCH | other):
+        for divide in (samples_of, lambda batch: split(batch, 2), lambda batch: with_batch_means(batch, Task(), "cpu")):
+            with pytest.raises(ValueError, match=f"^data: the entry {refused}.*first dimension is the sample, here 5$"):
+                divide(batch)
+    for batch in ({}, torch.ones(5), None):
+        with pytest.raises(ValueError, match="^data: a batch is .*; give a dict of tensors, with the sample first$"):
+            samples_of(batch)

@@ -1,0 +1,73 @@
+"""Finds loaders of components of one's own by whose numbers of batches and samples a run would go wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch.distributed as dist
+from torch.utils.data import default_collate
+
+from data.loading import Loading
+from recipes.config.recipe import Recipe
+from recipes.engines.counts import epoch_batches
+from recipes.training.ranks import world_size
+
+
+def check_loaders(data: Loading, evals: Mapping[str, Loading], recipe: Recipe, engine: str, batch: int) -> None:
+    """Every rank must call it.
+
+    Args:
+        data: training batches.
+        evals: validation batches by label.
+        recipe: of the run.
+        engine: of the run.
+        batch: number of samples in the batch of a rank.
+
+    Raises:
+        ValueError: batches of another size than the recipe's, a loader for two purposes, no batches at all, not equally
+            many on all ranks, or an unknown number that the engine must know.
+    """
+    components = {"data": recipe.data} | {f"evals.{label}": recipe.evals[label] for label in evals}
+    counts = {key: epoch_batches(one) for key, one in zip(components, (data, *evals.values()), strict=True)}
+    size = data.loader.batch_size  # None of loaders with a sampler of batches; a collate_fn may also take whole ones
+    if size not in (None, batch) and (size > 1 or data.loader.collate_fn is default_collate):
+        raise ValueError(
+            f"data: the loader of {recipe.data.name} has batches of {size}, and training.global_batch makes it {batch} "
+            "on each rank; give it the batch of its placement (data/loading.py)"
+        )
+    shared = next((label for label, loading in evals.items() if loading.loader is data.loader), None)
+    if shared is not None:
+        raise ValueError(
+            f"evals.{shared}: its loader is that of the training data, whose position each validation would change; "
+            "make another one for each placement (data/loading.py)"
+        )
+    if engine == "composer":
+        missing = [key for key in counts if counts[key] is None and key != "data"]
+        # Of a stream without end, the description of the run says so.
+        epochs = counts["data"] is None and data.samples is not None and recipe.training.duration.endswith("ep")
+        for key in (["data"] if epochs else []) + missing:
+            what = "to count the epochs of training.duration" if key == "data" else "of validation sets"
+            raise ValueError(
+                f"{key}: the loader of {components[key].name} has no length, which Composer needs {what}; define "
+                "__len__ of its data set"
+            )
+    of_ranks = [counts] * world_size()
+    if world_size() > 1:
+        dist.all_gather_object(of_ranks, counts)
+    divided = recipe.training.fsdp is not None or recipe.training.tensor_parallel > 1
+    for key, component in components.items():
+        found = [counts[key] for counts in of_ranks]
+        known = key == "data" and data.samples is not None  # and compared with a batch where the run is described
+        if not known and not any(count is None or count > 0 for count in found):
+            raise ValueError(
+                f"{key}: the loader of {component.name} has no batches; give more samples, or keep the last batch "
+                "(drop_last=False)"
+            )
+        # Composer ends an epoch and a validation when the first rank has no batch left, and sharded models wait for
+        # each other in each batch.
+        if len(set(found)) > 1 and (key == "data" or engine == "composer" or divided):
+            other = next(rank for rank, count in enumerate(found) if count != found[0])
+            raise ValueError(
+                f"{key}: the loader of {component.name} has {found[0]} batches on the first rank and {found[other]} on "
+                f"rank {other}; give all ranks equally many (data/loading.py)"
+            )
