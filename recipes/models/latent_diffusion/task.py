@@ -13,7 +13,7 @@ from data.system.log import log
 from recipes.models.config_files import read_object
 from recipes.models.latent_diffusion.denoiser import Denoiser
 from recipes.models.latent_diffusion.objective import Objective, Predict, seeded_noise
-from recipes.models.task import Task
+from recipes.models.task import Task, described
 from recipes.models.tensor_plan import TensorPlan
 
 # The objective's folder in an export, by diffusers' name for it.
@@ -80,7 +80,10 @@ class LatentDiffusion(Task):
         """
         x0 = batch["latents"]
         noise, times = self.objective.draw(x0, draws_of(batch, 1))
+        self._check_shape("draw returns noise", noise, x0.shape)
+        self._check_shape("draw returns times", times, x0.shape[:1])
         losses = self.objective(self._predict(batch["text"]), x0, noise, times)
+        self._check_shape("forward returns losses", losses, x0.shape[:1])
         return {"total": losses.mean()}
 
     @torch.no_grad()
@@ -104,6 +107,18 @@ class LatentDiffusion(Task):
             losses[f"loss_t{t}"] = self.objective(self._predict(batch["text"]), x0, noise, times)
         return {"loss": torch.stack(list(losses.values())).mean(0), **losses}
 
+    def _check_shape(self, what: str, found: Any, shape: torch.Size) -> None:
+        """
+        Raises:
+            ValueError: what the objective has made is no tensor of that shape. Others would be stretched, such as one
+                noise to all samples, or (B, 1) losses times (B,) weights to a matrix with the weights of all others.
+        """
+        if not isinstance(found, Tensor) or found.shape != shape:
+            raise ValueError(
+                f"model.objective: {self.objective.name}: {what}, {described(found)}; return a tensor of shape "
+                f"{tuple(shape)}"
+            )
+
     def _predict(self, text: Tensor) -> Predict:
         """The denoiser, given the text.
 
@@ -113,10 +128,11 @@ class LatentDiffusion(Task):
 
         def predict(latents: Tensor, times: Tensor) -> Tensor:
             found = self.denoiser(latents, times, text)
-            if found.shape != latents.shape:
+            if not isinstance(found, Tensor) or found.shape != latents.shape:
+                shape = tuple(found.shape) if isinstance(found, Tensor) else described(found)
                 raise ValueError(
-                    f"model.denoiser: {self.denoiser.name} predicts {tuple(found.shape)} for latents of "
-                    f"{tuple(latents.shape)}; return the same shape"
+                    f"model.denoiser: {self.denoiser.name} predicts {shape} for latents of {tuple(latents.shape)}; "
+                    "return a tensor of the same shape"
                 )
             return found
 
