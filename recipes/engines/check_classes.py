@@ -17,12 +17,19 @@ from recipes.training.callback import Callback
 from recipes.training.hooks import Hooks
 from recipes.training.lever import Lever
 
+# Methods of levers or callbacks, which nothing calls in the other ones: name, group where it is wrong, and whose it is.
+OF_CALLBACKS = [(name, "algorithm", "callbacks") for name in ("gradients_ready", "after_save")]
+OF_LEVERS = [
+    (name, "callback", "levers")
+    for name in ("change_modules", "unscale_gradients", "average_gradients", "clip_gradients", "before_step")
+]
+
 
 def check_classes(recipe: Recipe) -> None:
     """
     Raises:
         ValueError: two callbacks of a class of which a run has at most one, or a callback or lever that defines none of
-            the methods that a run calls, such as one with a misspelled name.
+            the methods that a run calls, such as one with a misspelled name, or one that it calls for the other ones.
     """
     found: dict[Any, str] = {}
     for label, component in recipe.callbacks.items():
@@ -39,6 +46,12 @@ def check_classes(recipe: Recipe) -> None:
                 f"{component.path}: {kind.__name__} ({kind.__module__}) does nothing: it defines none of the methods "
                 "that a run calls, such as step_end(run)"
             )
+        for name, group, others in (*OF_CALLBACKS, *OF_LEVERS) if isinstance(kind, type) else ():
+            if component.group == group and getattr(kind, name, None) is not getattr(Hooks, name, None):
+                raise ValueError(
+                    f"{component.path}: {kind.__name__} ({kind.__module__}) defines {name}, which a run calls for "
+                    f"{others} alone; give it another name, or make a class of {others} of it"
+                )
 
 
 def check_step(optimizer: torch.optim.Optimizer) -> None:

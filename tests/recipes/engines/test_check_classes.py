@@ -48,6 +48,34 @@ def test_classes_that_define_no_method_of_a_run(small_recipe, tmp_path, monkeypa
         check_classes.check_classes(recipe)
 
 
+class SavesLate(Changes):
+    def after_save(self, run):
+        raise AssertionError("not called")
+
+
+class Clips(Misspelled):
+    def step_end(self, run):
+        pass
+
+    def clip_gradients(self, run):
+        raise AssertionError("not called")
+
+
+@pytest.mark.parametrize(("section", "kind", "said"), [
+    ("callbacks", Clips, "defines clip_gradients, which a run calls for levers alone; give it another name, or make a"),
+    ("algorithms", SavesLate, "defines after_save, which a run calls for callbacks alone; give it another name, or"),
+])  # fmt: skip
+def test_methods_that_are_called_for_the_other_ones_alone(small_recipe, tmp_path, monkeypatch, section, kind, said):
+    """Other methods of the class were called, so that nothing showed that this one was not."""
+    named = {"callbacks": "progress", "algorithms": "channels_last"}[section]
+    recipe = small_recipe(tmp_path, f"{section}.mine={{name: {named}}}")
+    theirs = check_classes.import_builder
+    builder = lambda component: kind if component.path.endswith("mine") else theirs(component)  # noqa: E731
+    monkeypatch.setattr(check_classes, "import_builder", builder)
+    with pytest.raises(ValueError, match=rf"^{section}.mine: {kind.__name__} \({__name__}\) {said}"):
+        check_classes.check_classes(recipe)
+
+
 def test_the_step_of_an_optimizer_takes_a_closure():
     """Lightning gave it one in the first batch, where it was a TypeError."""
 
