@@ -11,6 +11,7 @@ from composer import Event, State
 from composer.callbacks import CheckpointSaver
 from composer.loggers import Logger
 from composer.utils import reproducibility
+from torch import nn
 
 from data.system.log import log
 from recipes.config.recipe import Checkpoints
@@ -76,18 +77,18 @@ class WholeCheckpoints(CheckpointSaver):
             return
         sharded = state.fsdp_sharded_state_dict_enabled
         path = self.files.folder / (KINDS["composer"].name_of(epoch, batch, sharded))
-        _write(state, path, sharded)
+        _write(state, path, sharded, self._run.task)
         self.files.newest_is(path, batch)
 
 
-def _write(state: State, path: Path, sharded: bool) -> None:
+def _write(state: State, path: Path, sharded: bool, task: nn.Module) -> None:
     """Does what Composer's `_save_checkpoint` does, and saves the tensors of levers like those of the model."""
     with steps_of_nothing():
         saved = {"state": state.state_dict(), "rng": reproducibility.get_rng_state()}  # gathered from all ranks
     levers = dict(saved["state"]["algorithms"])
     with whole(path) as partial:
         if sharded:
-            levers, saved[LEVERS] = separated(levers)
+            levers, saved[LEVERS] = separated(levers, dict(task.named_parameters()))
             saved["state"]["algorithms"] = [*levers.items()]
             save_sharded(saved, partial, dedup_save_to_lowest_rank=True)
             return

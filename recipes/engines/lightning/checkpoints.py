@@ -30,11 +30,11 @@ from recipes.engines.checkpoints.fetched import fetched
 from recipes.engines.checkpoints.files import CheckpointFiles, first_rank_writes, whole
 from recipes.engines.checkpoints.lazy import copied, copy_moments
 from recipes.engines.checkpoints.legacy import upgraded
-from recipes.engines.checkpoints.lever_states import LEVERS, forms, gathered, joined, separated
+from recipes.engines.checkpoints.lever_states import LEVERS, forms, gathered, joined, kept_state, separated
 from recipes.engines.checkpoints.moments import add_empty
 from recipes.engines.checkpoints.own_load_plan import OwnLoadPlan
 from recipes.engines.checkpoints.own_optimizers import steps_of_nothing
-from recipes.engines.checkpoints.plain_pickles import loadable, plain_pickles
+from recipes.engines.checkpoints.plain_pickles import plain_pickles
 from recipes.engines.checkpoints.save_planner import save_sharded
 from recipes.engines.counts import Counts
 from recipes.engines.generators import generator_states
@@ -197,7 +197,7 @@ class Checkpoints:
         path = self._folder / self.files.kind.name_of(counts.epoch, counts.batch, self._sharded)
         rest, tensors = self._state(), self._tensors(full=not self._sharded)
         if self._sharded:
-            rest[LEVERS], tensors[LEVERS] = separated(rest[LEVERS])
+            rest[LEVERS], tensors[LEVERS] = separated(rest[LEVERS], dict(self._run.task.named_parameters()))
         else:
             rest[LEVERS] = gathered(rest[LEVERS])
         with whole(path) as partial:
@@ -228,7 +228,7 @@ class Checkpoints:
             "optimizer_name": type(run.optimizer).__name__,
             "scaler": {} if run.scaler is None else run.scaler.state_dict(),
             "data": self._batches.state_dict(),
-            LEVERS: {name: loadable(name, lever.state_dict()) for name, lever in levers.items()},
-            "callbacks": {name: loadable(name, callback.state_dict()) for name, callback in callbacks.items()},
+            LEVERS: {name: kept_state(name, lever) for name, lever in levers.items()},
+            "callbacks": {name: kept_state(name, callback) for name, callback in callbacks.items()},
             "generators": generator_states() if self.generators is None else self.generators,
         }
