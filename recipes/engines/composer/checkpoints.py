@@ -25,6 +25,7 @@ from recipes.engines.composer.run import ComposerRun
 from recipes.training.callback import Callback
 from recipes.training.checkpoint_names import KINDS
 from recipes.training.finite import is_worth_keeping
+from recipes.training.lever import Lever
 
 
 class WholeCheckpoints(CheckpointSaver):
@@ -103,12 +104,18 @@ class SaveEarly(ComposerCallback):
     """
 
     def __init__(
-        self, run: ComposerRun, callbacks: Iterable[Callback], saver: WholeCheckpoints | None, config: Checkpoints
+        self,
+        run: ComposerRun,
+        callbacks: Iterable[Callback],
+        levers: Iterable[Lever],
+        saver: WholeCheckpoints | None,
+        config: Checkpoints,
     ) -> None:
         """
         Args:
             run: is shown to callbacks.
             callbacks: of the recipe.
+            levers: of the recipe.
             saver: None: the recipe saves nothing.
             config: says when checkpoints are due.
         """
@@ -117,7 +124,7 @@ class SaveEarly(ComposerCallback):
         self._saver = saver
         self._early = None
         if saver is not None:
-            self._early = EarlySave(run, self._callbacks, saver.files, config.every, config.minutes)
+            self._early = EarlySave(run, self._callbacks, saver.files, config.every, config.minutes, levers)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         if self._early is not None:

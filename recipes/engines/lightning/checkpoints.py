@@ -82,7 +82,8 @@ class Checkpoints:
         self.files = CheckpointFiles(
             self._folder, KINDS["lightning"], self._config.keep, self._config.bucket, run.loggers
         )
-        self._early = EarlySave(run, parts.callbacks.values(), self.files, self._config.every, self._config.minutes)
+        every, minutes = self._config.every, self._config.minutes
+        self._early = EarlySave(run, parts.callbacks.values(), self.files, every, minutes, parts.levers)
         self.generators: list[dict[str, Any]] | None = None
         address = self._config.load_path
         found = from_first_rank(start_of(recipe, "lightning", address) or address)
