@@ -109,16 +109,26 @@ def open_network(
         tensors: the network's state dict, in any number format.
         file: the file that they come from, for messages.
     """
-    with torch.device("meta"):  # no time, memory or random numbers for initial weights that are replaced
-        network = build_from(config, build, tensors)
+    try:
+        with torch.device("meta"):  # no time, memory or random numbers for initial weights that are replaced
+            network = build_from(config, build, tensors)
+    except ValueError:  # such as of a constructor that reads values of tensors
+        return _built_whole(config, build, tensors, file)
     own = network.state_dict()
     tensors = {name: tensor.to(own.get(name, tensor).dtype).contiguous() for name, tensor in tensors.items()}
     load_tensors(network, tensors, file, assign=True)
     if any(_is_on_meta(value) for module in network.modules() for value in _tensors_of(module)):
-        # Such as tables, which are no part of its state dict. They have values where it is built with all of its own.
-        with torch.random.fork_rng(devices=[]):
-            network = build_from(config, build, tensors)
-        load_tensors(network, tensors, file)
+        return _built_whole(config, build, tensors, file)  # such as tables, which are no part of its state dict
+    return network
+
+
+def _built_whole(
+    config: Path, build: Callable[[dict[str, Any]], Network], tensors: Mapping[str, Tensor], file: Path
+) -> Network:
+    """As `open_network`, with all that the network's constructor makes, and initial weights that are replaced."""
+    with torch.random.fork_rng(devices=[]):
+        network = build_from(config, build, tensors)
+    load_tensors(network, tensors, file)
     return network
 
 

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -46,12 +47,24 @@ class Tables(torch.nn.Module):
         return self.weight * self.table + self.mask * self.several[0]
 
 
-def test_tables_that_are_in_no_file_have_values_in_an_opened_network(tmp_path):
+class Reads(Tables):
+    """Reads a value as it is built."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.several = [torch.linspace(0, width, width)[-1].item()]
+
+    def forward(self):
+        return self.weight * self.several[0]
+
+
+@pytest.mark.parametrize("kind", [Tables, Reads])
+def test_tables_that_are_in_no_file_have_values_in_an_opened_network(tmp_path, kind):
     """They had none, so that a denoiser that was trained to the end could not generate."""
-    network = Tables(4)
+    network = kind(4)
     save_network(tmp_path, network, {"width": 4})
     before = torch.get_rng_state()
-    assert torch.equal(load_network(tmp_path, Tables)(), network())
+    assert torch.equal(load_network(tmp_path, kind)(), network())
     assert torch.equal(torch.get_rng_state(), before)
 
 
