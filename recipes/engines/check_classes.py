@@ -92,8 +92,8 @@ def check_kept(optimizer: torch.optim.Optimizer, task: nn.Module, saved: bool, d
         divided: whether each rank holds a part of the model only.
 
     Raises:
-        ValueError: it updates parts of parameters in another way than whole ones, lacks a trained parameter, or has
-            what checkpoints would not hold.
+        ValueError: it updates parts of parameters in another way than whole ones, lacks a trained parameter, also
+            one that the first batch makes, or has what checkpoints would not hold.
     """
     kind = type(optimizer)
     if divided and isinstance(optimizer, torch.optim.Adafactor):  # it squares norms of columns before they are added up
@@ -101,14 +101,27 @@ def check_kept(optimizer: torch.optim.Optimizer, task: nn.Module, saved: bool, d
             f"optimizer: {kind.__name__} of PyTorch makes other updates of sharded parameters than of whole ones; "
             "remove training.fsdp and training.tensor_parallel, or use another optimizer"
         )
-    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    missing = [name for name, p in task.named_parameters() if p.requires_grad and id(p) not in known]
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    if missing := left_out(optimizer, task):
         raise ValueError(
-            f"optimizer: {kind.__name__} leaves out {missing[0]}{more}, which would not be trained; give it all "
-            "parameters, or freeze these in the model by requires_grad_(False)"
+            f"optimizer: {kind.__name__} leaves out {missing}, which would not be trained; give it all parameters, or "
+            "freeze these in the model by requires_grad_(False)"
         )
+    told = False
+
+    def first_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        nonlocal told
+        if not told:
+            told = True
+            if missing := left_out(optimizer, task):
+                raise ValueError(
+                    f"model: {missing}: made in the first batch, so that the optimizer does not have it; make all "
+                    "parameters in the constructor"
+                )
+            if saved:
+                states = [dict(state) for state in optimizer.state.values()]
+                loadable(f"optimizer: {kind.__name__}", {"state": states, "groups": _options(optimizer)})
+
+    optimizer.register_step_post_hook(first_step)
     if not saved:
         return
     empty = [str(number) for number, group in enumerate(optimizer.param_groups) if not group["params"]]
@@ -132,16 +145,14 @@ def check_kept(optimizer: torch.optim.Optimizer, task: nn.Module, saved: bool, d
                 "would not hold it; let both have one `state`"
             )
     loadable(f"optimizer: {kind.__name__}", {"groups": _options(optimizer)})
-    told = False
 
-    def first_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        nonlocal told
-        if not told:
-            told = True
-            states = [dict(state) for state in optimizer.state.values()]
-            loadable(f"optimizer: {kind.__name__}", {"state": states, "groups": _options(optimizer)})
 
-    optimizer.register_step_post_hook(first_step)
+def left_out(optimizer: torch.optim.Optimizer, task: nn.Module) -> str:
+    """The trained parameters of a task that its optimizer does not have, in words; empty if there are none."""
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    missing = [name for name, p in task.named_parameters() if p.requires_grad and id(p) not in known]
+    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    return f"{missing[0]}{more}" if missing else ""
 
 
 def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

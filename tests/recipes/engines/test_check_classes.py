@@ -150,6 +150,16 @@ def test_a_state_that_is_not_loaded_from_checkpoints_is_found_at_the_first_step(
         optimizer.step()
 
 
+def test_a_parameter_that_the_first_batch_makes_is_found_after_it():
+    """It was not trained, and the run could not go on: the checkpoint was called one of another model."""
+    task = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(task.parameters(), lr=1.0)
+    check_classes.check_kept(optimizer, task, saved=False)
+    task.late = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="^model: late.weight and 1 more: made in the first batch, so that the optimi"):
+        optimizer.step()
+
+
 def test_adafactor_does_not_update_parts_of_parameters():
     """With two ranks, updates of PyTorch's differed from those of whole parameters by as much as the learning rate."""
     task = torch.nn.Linear(2, 2)
