@@ -28,6 +28,8 @@ def check_model(recipe: Recipe, task: Task) -> None:
         raise ValueError(
             f"model: {kind.__name__} ({kind.__module__}) does not define {', '.join(missing)}, which this run calls"
         )
+    if exports:
+        task.check_export()
     if not any(parameter.requires_grad for parameter in task.parameters()):
         raise ValueError(f"model: {kind.__name__} ({kind.__module__}) has no parameter that requires a gradient")
     for name, module in task.named_modules():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
 from data.random_numbers import draws_of
+from data.system.errors import one_line
 from data.system.log import log
 from recipes.models.config_files import read_object
 from recipes.models.latent_diffusion.denoiser import Denoiser
@@ -155,6 +157,23 @@ class LatentDiffusion(Task):
             "denoiser": self.denoiser.name,
             "objective": self.objective.name,
         }
+
+    def check_export(self) -> None:
+        """Whether the objective's class opens what the objective saves. See `Task.check_export`."""
+        objective = self.objective
+        if any(tensor.is_meta for tensor in (*objective.parameters(), *objective.buffers())):
+            return  # what it saves may depend on their values
+        with TemporaryDirectory() as folder:
+            objective.save(Path(folder))
+            try:
+                type(objective).open(Path(folder))
+            except (TypeError, ValueError) as error:
+                kind = f"{type(objective).__name__} ({type(objective).__module__})"
+                raise ValueError(
+                    f"model.objective: {kind} does not open what it saves ({one_line(error)}), and exports could not "
+                    "be used; let its __init__ take what its `open` gives it, with defaults for the rest, or define "
+                    "`save` and `open`"
+                ) from error
 
     def load_export(self, folder: Path) -> None:
         """See `Task.load_export`. The folder may also be a pipeline of diffusers, or its U-Net alone."""

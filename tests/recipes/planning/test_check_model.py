@@ -33,8 +33,14 @@ def test_methods_that_the_run_will_call(small_recipe, tmp_path):
     with pytest.raises(ValueError, match=rf"^model: Trains \({__name__}\) does not define evaluate, export, load_"):
         check_model(recipe, Trains())
     check_model(recipe, Whole())
+    closed = Whole()
+    closed.check_export = lambda: called.append("check_export")
+    called = []
+    check_model(recipe, closed)
     recipe.callbacks, recipe.evals, recipe.checkpoints.load_weights = {}, {}, None
     check_model(recipe, Trains())
+    check_model(recipe, closed)
+    assert called == ["check_export"]  # where a run exports
     with pytest.raises(ValueError, match=r"^model: Task \(recipes.models.task\) does not define forward, which this"):
         check_model(recipe, Task())
 

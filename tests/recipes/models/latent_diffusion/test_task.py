@@ -347,3 +347,23 @@ def test_what_an_objective_of_ones_own_would_stretch_is_refused(objective, said)
     task = LatentDiffusion(denoiser=small().denoiser, objective=objective())
     with pytest.raises(ValueError, match=f"^model.objective: rectified_flow: {said}"):
         task({"latents": torch.randn(2, 4, 8, 8), "text": torch.randn(2, 3, 12)})
+
+
+class Shiftless(RectifiedFlow):
+    def __init__(self, *, weight: float = 1.0):
+        super().__init__(eval_times=[0.5])
+
+
+class Needs(RectifiedFlow):
+    def __init__(self, *, weight: float, shift: float = 1.0):
+        super().__init__(shift=shift, eval_times=[0.5])
+
+
+def test_an_objective_of_ones_own_that_exports_could_not_open_is_refused():
+    """The run trained to its end, and generate.py ended with a TypeError."""
+    for objective, said in ((Shiftless(), "unexpected keyword argument 'shift'"), (Needs(weight=1.0), "'weight'")):
+        task = LatentDiffusion(denoiser=small().denoiser, objective=objective)
+        with pytest.raises(ValueError, match=f"^model.objective: .*does not open what it saves .TypeError .*{said}"):
+            task.check_export()
+    for objective in (DDPM(min_snr_gamma=5.0), RectifiedFlow(shift=2.0)):
+        LatentDiffusion(denoiser=small().denoiser, objective=objective).check_export()
