@@ -46,7 +46,7 @@ from recipes.engines.resuming import saved_for, say_start, says_what_to_remove, 
 from recipes.training.checkpoint_names import KINDS, REST
 from recipes.training.clock import CheckpointInterval
 from recipes.training.finite import is_worth_keeping
-from recipes.training.hooks import by_names_of_states
+from recipes.training.hooks import Hooks, by_names_of_states
 from recipes.training.ranks import by_first_rank, from_first_rank
 
 
@@ -129,12 +129,17 @@ class Checkpoints:
                 parts = self._read_parts(self.path)
                 state |= parts | {LEVERS: joined(state[LEVERS], parts[LEVERS])}
         self._load_weights(state)
-        for name, lever in self._parts.levers.by_names_of_states().items():
+        levers, callbacks = self._parts.levers.by_names_of_states(), by_names_of_states(self._parts.callbacks.items())
+        for name, lever in levers.items():
             if name in state[LEVERS]:
                 lever.load_state_dict(state[LEVERS][name])
-        for name, callback in by_names_of_states(self._parts.callbacks.items()).items():
+        for name, callback in callbacks.items():
             if name in state["callbacks"]:
                 callback.load_state_dict(copied(state["callbacks"][name]))
+        for name, hooks in (levers | callbacks).items():
+            # Such as one of which another of its class has been added, by whose label it is now told from that one.
+            if name not in state[LEVERS] | state["callbacks"] and type(hooks).state_dict is not Hooks.state_dict:
+                log.warning(f"checkpoints: {self.path} has no state of {name}, which begins anew")
         if self._run.scaler is not None and state["scaler"]:
             self._run.scaler.load_state_dict(state["scaler"])
         self._batches.load_state_dict(copied(state["data"]))
