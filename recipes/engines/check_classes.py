@@ -19,12 +19,19 @@ from recipes.training.hooks import Hooks
 from recipes.training.lever import Lever
 from recipes.training.ranks import world_size
 
+# Methods of levers or callbacks, which nothing calls in the other ones: name, group where it is wrong, and whose it is.
+OF_CALLBACKS = [(name, "algorithm", "callbacks") for name in ("gradients_ready", "after_save")]
+OF_LEVERS = [
+    (name, "callback", "levers")
+    for name in ("change_modules", "unscale_gradients", "average_gradients", "clip_gradients", "before_step")
+]
+
 
 def check_classes(recipe: Recipe) -> None:
     """
     Raises:
         ValueError: two callbacks of a class of which a run has at most one, or a callback or lever that defines none of
-            the methods that a run calls, such as one with a misspelled name.
+            the methods that a run calls, such as one with a misspelled name, or one that it calls for the other ones.
     """
     found: dict[Any, str] = {}
     for label, component in recipe.callbacks.items():
@@ -41,6 +48,12 @@ def check_classes(recipe: Recipe) -> None:
                 f"{component.path}: {kind.__name__} ({kind.__module__}) does nothing: it defines none of the methods "
                 "that a run calls, such as step_end(run)"
             )
+        for name, group, others in (*OF_CALLBACKS, *OF_LEVERS) if isinstance(kind, type) else ():
+            if component.group == group and getattr(kind, name, None) is not getattr(Hooks, name, None):
+                raise ValueError(
+                    f"{component.path}: {kind.__name__} ({kind.__module__}) defines {name}, which a run calls for "
+                    f"{others} alone; give it another name, or make a class of {others} of it"
+                )
 
 
 def check_step(optimizer: torch.optim.Optimizer) -> None:
@@ -99,13 +112,10 @@ def check_kept(
             f"optimizer: {kind.__name__} of PyTorch makes other updates of sharded parameters than of whole ones; "
             "remove training.fsdp and training.tensor_parallel, or use another optimizer"
         )
-    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    missing = [name for name, parameter in trained.items() if id(parameter) not in known]
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    if missing := _left_out(optimizer, trained):
         raise ValueError(
-            f"optimizer: {kind.__name__} leaves out {missing[0]}{more}, which would not be trained; give it all "
-            "parameters, or freeze these in the model by requires_grad_(False)"
+            f"optimizer: {kind.__name__} leaves out {missing}, which would not be trained; give it all parameters, or "
+            "freeze these in the model by requires_grad_(False)"
         )
     if not saved:
         return
@@ -131,17 +141,47 @@ def check_kept(
             )
     loadable(f"optimizer: {kind.__name__}", {"groups": _options(optimizer)})
     _check_keys(optimizer)
+
+
+def check_first_step(optimizer: torch.optim.Optimizer, task: nn.Module, saved: bool) -> None:
+    """Let the first step of an optimizer end in an error where a run would go wrong by what only this step shows.
+
+    Args:
+        optimizer: of the run.
+        task: its model.
+        saved: whether the run saves or loads checkpoints.
+    """
     told = False
 
     def first_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """
+        Raises:
+            ValueError: the first batch has made a parameter, or the optimizer a state that checkpoints cannot hold.
+        """
         nonlocal told
-        if not told:
-            told = True
+        if told:
+            return
+        told = True
+        trained = {name: parameter for name, parameter in task.named_parameters() if parameter.requires_grad}
+        if missing := _left_out(optimizer, trained):
+            raise ValueError(
+                f"model: {missing}: made in the first batch, so that the optimizer does not have it; make all "
+                "parameters in the constructor"
+            )
+        if saved:
             _check_keys(optimizer)
             states = [dict(state) for state in optimizer.state.values()]
-            loadable(f"optimizer: {kind.__name__}", {"state": states, "groups": _options(optimizer)})
+            loadable(f"optimizer: {type(optimizer).__name__}", {"state": states, "groups": _options(optimizer)})
 
     optimizer.register_step_post_hook(first_step)
+
+
+def _left_out(optimizer: torch.optim.Optimizer, trained: Mapping[str, nn.Parameter]) -> str:
+    """The trained parameters that an optimizer does not have, in words; empty if there are none."""
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    missing = [name for name, parameter in trained.items() if id(parameter) not in known]
+    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    return f"{missing[0]}{more}" if missing else ""
 
 
 def _check_keys(optimizer: torch.optim.Optimizer) -> None:

@@ -34,7 +34,7 @@ from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradSca
 from recipes.algorithms.tensor_parallel.lever import TensorParallel
 from recipes.config.build import build, build_on_meta, encoders_of
 from recipes.config.recipe import Recipe, Training
-from recipes.engines.check_classes import check_classes, check_kept, check_loader, check_step
+from recipes.engines.check_classes import check_classes, check_first_step, check_kept, check_loader, check_step
 from recipes.engines.check_loaders import check_loaders
 from recipes.engines.checkpoints.own_optimizers import keep_formats
 from recipes.engines.first_weights import new_task, started_from
@@ -183,6 +183,7 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
         check_step(optimizer)
         trained = {name: parameter for name, parameter in task.named_parameters() if parameter.requires_grad}
         check_kept(optimizer, trained, keeps(recipe), sent)
+        check_first_step(optimizer, task, keeps(recipe))
         keep_formats(optimizer)
         for lever in rates:
             lever.built(optimizer)

@@ -192,6 +192,13 @@ class Task(nn.Module):
         """
         return {}
 
+    def check_export(self) -> None:
+        """Check what a run can know at its start of whether its export can be opened. By default nothing.
+
+        Raises:
+            ValueError: it could not.
+        """
+
     def load_export(self, folder: Path) -> None:
         """Load the weights of a folder that `export` wrote, strictly.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -105,16 +105,46 @@ def open_network(
 
     Args:
         config: JSON file.
-        build: takes the object in it, and returns a network without buffers that its state dict lacks.
+        build: takes the object in it, and returns a network.
         tensors: the network's state dict, in any number format.
         file: the file that they come from, for messages.
     """
-    with torch.device("meta"):  # no time, memory or random numbers for initial weights that are replaced
-        network = build_from(config, build, tensors)
+    try:
+        with torch.device("meta"):  # no time, memory or random numbers for initial weights that are replaced
+            network = build_from(config, build, tensors)
+    except ValueError:  # such as of a constructor that reads values of tensors
+        return _built_whole(config, build, tensors, file)
     own = network.state_dict()
     tensors = {name: tensor.to(own.get(name, tensor).dtype).contiguous() for name, tensor in tensors.items()}
     load_tensors(network, tensors, file, assign=True)
+    if any(_is_on_meta(value) for module in network.modules() for value in _tensors_of(module)):
+        return _built_whole(config, build, tensors, file)  # such as tables, which are no part of its state dict
     return network
+
+
+def _built_whole(
+    config: Path, build: Callable[[dict[str, Any]], Network], tensors: Mapping[str, Tensor], file: Path
+) -> Network:
+    """As `open_network`, with all that the network's constructor makes, and initial weights that are replaced."""
+    with torch.random.fork_rng(devices=[]):
+        network = build_from(config, build, tensors)
+    load_tensors(network, tensors, file)
+    return network
+
+
+def _tensors_of(module: nn.Module) -> Iterator[Any]:
+    """Values of a module, and those in its dicts, such as its buffers, and lists."""
+    for value in vars(module).values():
+        if isinstance(value, Mapping):
+            yield from value.values()
+        elif isinstance(value, list | tuple):
+            yield from value
+        else:
+            yield value
+
+
+def _is_on_meta(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
 
 
 DIFFUSERS = "diffusion_pytorch_model"

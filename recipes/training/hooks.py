@@ -43,7 +43,8 @@ class Hooks:
         """Called when training begins or resumes. From now on `run.module` is the module that is called."""
 
     def before_data(self, run: Run) -> None:
-        """Called before the run fetches the next batch."""
+        """Called before the run fetches the next batch; with Composer, also where an epoch has no further one. Random
+        numbers belong into another hook: those of a run that goes on continue when its first batch has been fetched."""
 
     def batch_start(self, run: Run) -> None:
         """Called when a batch has been fetched."""

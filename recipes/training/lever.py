@@ -39,7 +39,8 @@ class Lever(Hooks):
         """
 
     def change_modules(self, run: Run) -> None:
-        """Change modules of `run.task` in place, before it is sharded and before a checkpoint is loaded.
+        """Change modules of `run.task` in place, before it is sharded and before a checkpoint is loaded. With Composer,
+        there is no `run.clock` yet.
 
         Dry runs call it with a task and a device that are meta. In divided runs, the task is meta on all ranks but the
         first, which sends the values that it then has (`recipes.algorithms.sharding.first_rank`).

@@ -27,11 +27,26 @@ def check_figures(figures: Mapping[str, float]) -> Mapping[str, float]:
     if not isinstance(figures, Mapping):
         raise ValueError(f"run.log: got an instance of {type(figures).__name__}; give a dict of numbers by name")
     for name, value in figures.items():
+        if not isinstance(name, str):
+            raise ValueError(f"run.log: the name {name!r} is an instance of {type(name).__name__}; give texts")
         many = isinstance(value, Tensor | np.ndarray) and math.prod(value.shape) != 1
         if many or not hasattr(type(value), "__float__"):
             what = f"of shape {tuple(value.shape)}" if many else f"an instance of {type(value).__name__}"
             raise ValueError(f"run.log: the figure {name!r} is {what}; give one number per name")
     return figures
+
+
+def check_images(name: str, images: np.ndarray) -> np.ndarray:
+    """The images of `Run.log_images`, if loggers can write them.
+
+    Raises:
+        ValueError: they have another shape or dtype, or there are none.
+    """
+    shape, dtype = getattr(images, "shape", None), str(getattr(images, "dtype", "")).removeprefix("torch.")
+    if shape is None or len(shape) != 4 or shape[-1] != 3 or not len(images) or dtype != "uint8":
+        what = f"an instance of {type(images).__name__}" if shape is None else f"of shape {tuple(shape)} and {dtype}"
+        raise ValueError(f"run.log_images: {name!r} is {what}; give (N, H, W, 3) of uint8, at least one")
+    return images
 
 
 class Run(ABC):
@@ -127,7 +142,8 @@ class Run(ABC):
 
     @abstractmethod
     def log_images(self, name: str, images: np.ndarray) -> None:
-        """Send images of shape (N, H, W, 3) and dtype uint8 to the loggers, at the current batch."""
+        """Send images of shape (N, H, W, 3) and dtype uint8 to the loggers, at the current batch. Raises as
+        `check_images`."""
 
     def skip_update(self) -> None:
         """Skip the update of this batch by clearing all gradients. Every rank must call it."""

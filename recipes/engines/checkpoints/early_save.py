@@ -7,25 +7,31 @@ import io
 import math
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from recipes.engines.checkpoints.files import CheckpointFiles
 from recipes.engines.generators import own_generators
 from recipes.training.callback import Callback
 from recipes.training.clock import CheckpointInterval
 from recipes.training.finite import is_worth_keeping
+from recipes.training.lever import Lever
 from recipes.training.ranks import all_reduce
 from recipes.training.run import Run
+
+OF_VALIDATION = ("eval_start", "eval_before_forward", "eval_after_forward", "eval_end")
+SMALL = 2**16  # numbers of a tensor
 
 
 class EarlySave:
     """Saves a checkpoint that is due before periodic callbacks draw, export and the like, and before validation.
 
     These may fail, for instance for lack of memory, and a cluster may kill the run in the midst of them. The next start
-    then goes on after this batch, without what was cut off. If they change a state that the checkpoint has, of a
-    callback or of a random number generator, it is saved again after them, so that a run goes on as if it had not
-    stopped.
+    then goes on after this batch, without what was cut off. If they change what the checkpoint has, but for parameters
+    and large tensors, such as the state of a callback, a random number generator or a learning rate, it is saved again
+    after them, so that a run goes on as if it had not stopped.
 
     At the end of a run nothing is saved before them: a run that has ended would not evaluate again.
 
@@ -39,6 +45,7 @@ class EarlySave:
         files: CheckpointFiles,
         every: str | None,
         minutes: float | None = None,
+        levers: Iterable[Lever] = (),
     ) -> None:
         """
         Args:
@@ -47,9 +54,14 @@ class EarlySave:
             files: where checkpoints lie.
             every: interval between checkpoints; None: only the end of the run.
             minutes: longest time between two checkpoints, and from the first batch to the first one; None: any.
+            levers: of the run.
         """
         self._run = run
         self._callbacks = list(callbacks)
+        # After the checkpoint, until it may be saved again, no hooks of levers are called but these.
+        self._levers = [
+            lever for lever in levers if any(getattr(type(lever), n) is not getattr(Lever, n) for n in OF_VALIDATION)
+        ]
         self._files = files
         self._due = CheckpointInterval(every)
         self._seconds = math.inf if minutes is None else 60 * minutes
@@ -83,7 +95,23 @@ class EarlySave:
         self._files.copy_held()
 
     def _digest(self) -> bytes:
-        states = [callback.state_dict() for callback in self._callbacks], own_generators()
+        run = self._run
+        states = [
+            [callback.state_dict() for callback in self._callbacks],
+            own_generators(),
+            [_small(lever.state_dict()) for lever in self._levers],
+            [{**group, "params": None} for group in run.optimizer.param_groups],
+            _small(list(run.task.buffers())),  # such as of an objective that counts what `evaluate` gives it
+        ]
         file = io.BytesIO()
         torch.save(states, file)  # pickle writes the addresses of tensors
         return hashlib.blake2b(file.getvalue()).digest()
+
+
+def _small(value: Any) -> Any:
+    """A value without its large tensors, such as averages of weights, which would take as long as saving them."""
+    if isinstance(value, dict):
+        return {name: _small(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_small(inner) for inner in value]
+    return None if isinstance(value, torch.Tensor) and (isinstance(value, DTensor) or value.numel() > SMALL) else value

@@ -6,18 +6,55 @@ at the checkpoint's root under `LEVERS`, nested as in the states, which have all
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
 from recipes.algorithms.sharding.shards import as_shard, own, whole
+from recipes.engines.checkpoints.plain_pickles import loadable
+from recipes.training.hooks import Hooks
+from recipes.training.lever import Lever
 from recipes.training.ranks import is_first_rank
 
 LEVERS = "levers"
 State = dict[str, Any]
+
+
+def kept_state(name: str, hooks: Hooks) -> State:
+    """The state of a lever or callback for a checkpoint.
+
+    Args:
+        name: its own in checkpoints.
+        hooks: the lever or callback.
+
+    Raises:
+        ValueError: no run could go on from the checkpoint. Of DTensors those that are in dicts of levers are saved
+            whole or by all ranks; others would be saved without the shards of other ranks, in a form that is not read.
+    """
+    state = loadable(name, hooks.state_dict())
+    of_lever = isinstance(hooks, Lever)
+    if _holds_shards(state, in_dicts=not of_lever):
+        places = "those of a lever as values of dicts, by the names of parameters, others" if of_lever else "it"
+        raise ValueError(
+            f"{name}: state_dict returns a sharded tensor (DTensor) where checkpoints cannot hold it; return {places} "
+            "as whole tensors, which full_tensor() gives if every rank calls it"
+        )
+    return state
+
+
+def _holds_shards(value: Any, in_dicts: bool) -> bool:
+    """Whether there are DTensors in a value, other than as values of a dict of dicts unless these count, too."""
+    if isinstance(value, dict):
+        return any(
+            _holds_shards(inner, in_dicts) for inner in value.values() if in_dicts or not isinstance(inner, DTensor)
+        )
+    if isinstance(value, list | tuple):
+        return any(_holds_shards(inner, in_dicts=True) for inner in value)
+    return isinstance(value, DTensor)
 
 
 @torch.no_grad()
@@ -35,15 +72,29 @@ def gathered(state: State) -> State:
     return found
 
 
-def separated(state: State) -> tuple[State, State]:
-    """For a sharded checkpoint: a state without its DTensors, and these alone, both nested as the state is."""
+def separated(state: State, parameters: Mapping[str, Tensor], lever: str = "") -> tuple[State, State]:
+    """For a sharded checkpoint: a state without its DTensors, and these alone, both nested as the state is.
+
+    Args:
+        state: of all levers, by their names.
+        parameters: of the task.
+        lever: whose state it is, in the recursion.
+
+    Raises:
+        ValueError: one has another name than a parameter of its shape, by which `forms` knows how it is sharded.
+    """
     rest: State = {}
     shards: State = {}
     for key, value in state.items():
         if isinstance(value, DTensor):
+            if key not in parameters or parameters[key].shape != value.shape:
+                raise ValueError(
+                    f"{lever}: state_dict returns the sharded tensor {key!r}, and sharded checkpoints hold them by the "
+                    "names of the parameters that are sharded alike; use these, or training.fsdp.checkpoints=full"
+                )
             shards[key] = value
         elif isinstance(value, dict):
-            rest[key], inner = separated(value)
+            rest[key], inner = separated(value, parameters, lever or key)
             if inner:
                 shards[key] = inner
         else:

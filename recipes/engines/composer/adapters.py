@@ -9,8 +9,7 @@ from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 
 from recipes.engines.checkpoints.lazy import copied
-from recipes.engines.checkpoints.lever_states import joined
-from recipes.engines.checkpoints.plain_pickles import loadable
+from recipes.engines.checkpoints.lever_states import joined, kept_state
 from recipes.engines.composer.callback_states import packed, unpacked
 from recipes.engines.composer.load_planner import LoadPlanner
 from recipes.engines.composer.run import ComposerRun
@@ -107,7 +106,7 @@ class _LeverState(Algorithm):
 
     def state_dict(self) -> dict[str, Any]:
         """With DTensors, which only `WholeCheckpoints` can save."""
-        return super().state_dict() | loadable(type(self).__name__, self.lever.state_dict())
+        return super().state_dict() | kept_state(type(self).__name__, self.lever)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Without the text that Composer adds."""
@@ -127,7 +126,7 @@ class _RunCallback(ComposerCallback):
             getattr(self.callback, HOOKS[event])(self.run)
 
     def state_dict(self) -> dict[str, Any]:
-        return packed(loadable(type(self).__name__, self.callback.state_dict()))
+        return packed(kept_state(type(self).__name__, self.callback))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state:

@@ -11,6 +11,7 @@ from composer import Event, State
 from composer.callbacks import CheckpointSaver
 from composer.loggers import Logger
 from composer.utils import reproducibility
+from torch import nn
 
 from data.system.log import log
 from recipes.config.recipe import Checkpoints
@@ -25,6 +26,7 @@ from recipes.engines.composer.run import ComposerRun
 from recipes.training.callback import Callback
 from recipes.training.checkpoint_names import KINDS
 from recipes.training.finite import is_worth_keeping
+from recipes.training.lever import Lever
 
 
 class WholeCheckpoints(CheckpointSaver):
@@ -77,11 +79,11 @@ class WholeCheckpoints(CheckpointSaver):
             return
         sharded = state.fsdp_sharded_state_dict_enabled
         path = self.files.folder / (KINDS["composer"].name_of(epoch, batch, sharded))
-        _write(state, path, sharded)
+        _write(state, path, sharded, self._run.task)
         self.files.newest_is(path, batch)
 
 
-def _write(state: State, path: Path, sharded: bool) -> None:
+def _write(state: State, path: Path, sharded: bool, task: nn.Module) -> None:
     """Does what Composer's `_save_checkpoint` does, and saves the tensors of levers like those of the model."""
     with steps_of_nothing():
         saved = {"state": state.state_dict(), "rng": reproducibility.get_rng_state()}  # gathered from all ranks
@@ -90,7 +92,7 @@ def _write(state: State, path: Path, sharded: bool) -> None:
     levers = dict(saved["state"]["algorithms"])
     with whole(path) as partial:
         if sharded:
-            levers, saved[LEVERS] = separated(levers)
+            levers, saved[LEVERS] = separated(levers, dict(task.named_parameters()))
             saved["state"]["algorithms"] = [*levers.items()]
             save_sharded(saved, partial, dedup_save_to_lowest_rank=True)
             return
@@ -105,12 +107,18 @@ class SaveEarly(ComposerCallback):
     """
 
     def __init__(
-        self, run: ComposerRun, callbacks: Iterable[Callback], saver: WholeCheckpoints | None, config: Checkpoints
+        self,
+        run: ComposerRun,
+        callbacks: Iterable[Callback],
+        levers: Iterable[Lever],
+        saver: WholeCheckpoints | None,
+        config: Checkpoints,
     ) -> None:
         """
         Args:
             run: is shown to callbacks.
             callbacks: of the recipe.
+            levers: of the recipe.
             saver: None: the recipe saves nothing.
             config: says when checkpoints are due.
         """
@@ -119,7 +127,7 @@ class SaveEarly(ComposerCallback):
         self._saver = saver
         self._early = None
         if saver is not None:
-            self._early = EarlySave(run, self._callbacks, saver.files, config.every, config.minutes)
+            self._early = EarlySave(run, self._callbacks, saver.files, config.every, config.minutes, levers)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         if self._early is not None:

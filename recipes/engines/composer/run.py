@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from recipes.engines.precision import autocast, gradient_scaler
 from recipes.training.clock import Clock
 from recipes.training.microbatches import samples_of, with_batch_means
-from recipes.training.run import Precision, Run, check_figures
+from recipes.training.run import Precision, Run, check_figures, check_images
 
 
 class ComposerRun(Run):
@@ -135,6 +135,7 @@ class ComposerRun(Run):
 
     def log_images(self, name: str, images: np.ndarray) -> None:
         step = self._state.timestamp.batch.value
+        images = check_images(name, images)
         self._logger.log_images(images, name=name, channels_last=True, step=step, use_table=False)
 
 

@@ -271,7 +271,7 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts, optimizer: torch.opt
         parallelism_config={"fsdp": fsdp_config(recipe, start, planner)} if parts.divided else None,
         callbacks=[
             *(run_callback(callback, run, name) for name, callback in callbacks.items()),
-            SaveEarly(run, callbacks.values(), saver, checkpoints),
+            SaveEarly(run, callbacks.values(), parts.levers, saver, checkpoints),
             Generators(),
             *([] if saver is None else [saver]),
             EndIfAsked(run, saver),

@@ -30,11 +30,11 @@ from recipes.engines.checkpoints.files import CheckpointFiles, first_rank_writes
 from recipes.engines.checkpoints.further_names import loaded_under_each_name
 from recipes.engines.checkpoints.lazy import copied, copy_moments
 from recipes.engines.checkpoints.legacy import upgraded
-from recipes.engines.checkpoints.lever_states import LEVERS, forms, gathered, joined, separated
+from recipes.engines.checkpoints.lever_states import LEVERS, forms, gathered, joined, kept_state, separated
 from recipes.engines.checkpoints.loader_state import kept
 from recipes.engines.checkpoints.own_load_plan import OwnLoadPlan
 from recipes.engines.checkpoints.own_optimizers import steps_of_nothing
-from recipes.engines.checkpoints.plain_pickles import loadable, plain_pickles
+from recipes.engines.checkpoints.plain_pickles import plain_pickles
 from recipes.engines.checkpoints.save_planner import save_sharded
 from recipes.engines.counts import Counts
 from recipes.engines.generators import generator_states
@@ -46,7 +46,7 @@ from recipes.engines.resuming import saved_for, say_start, says_what_to_remove, 
 from recipes.training.checkpoint_names import KINDS, REST
 from recipes.training.clock import CheckpointInterval
 from recipes.training.finite import is_worth_keeping
-from recipes.training.hooks import by_names_of_states
+from recipes.training.hooks import Hooks, by_names_of_states
 from recipes.training.ranks import by_first_rank, from_first_rank
 
 
@@ -82,7 +82,8 @@ class Checkpoints:
         self.files = CheckpointFiles(
             self._folder, KINDS["lightning"], self._config.keep, self._config.bucket, run.loggers
         )
-        self._early = EarlySave(run, parts.callbacks.values(), self.files, self._config.every, self._config.minutes)
+        every, minutes = self._config.every, self._config.minutes
+        self._early = EarlySave(run, parts.callbacks.values(), self.files, every, minutes, parts.levers)
         self.generators: list[dict[str, Any]] | None = None
         address = self._config.load_path
         found = from_first_rank(start_of(recipe, "lightning", address) or address)
@@ -128,12 +129,17 @@ class Checkpoints:
                 parts = self._read_parts(self.path)
                 state |= parts | {LEVERS: joined(state[LEVERS], parts[LEVERS])}
         self._load_weights(state)
-        for name, lever in self._parts.levers.by_names_of_states().items():
+        levers, callbacks = self._parts.levers.by_names_of_states(), by_names_of_states(self._parts.callbacks.items())
+        for name, lever in levers.items():
             if name in state[LEVERS]:
                 lever.load_state_dict(state[LEVERS][name])
-        for name, callback in by_names_of_states(self._parts.callbacks.items()).items():
+        for name, callback in callbacks.items():
             if name in state["callbacks"]:
                 callback.load_state_dict(copied(state["callbacks"][name]))
+        for name, hooks in (levers | callbacks).items():
+            # Such as one of which another of its class has been added, by whose label it is now told from that one.
+            if name not in state[LEVERS] | state["callbacks"] and type(hooks).state_dict is not Hooks.state_dict:
+                log.warning(f"checkpoints: {self.path} has no state of {name}, which begins anew")
         if self._run.scaler is not None and state["scaler"]:
             self._run.scaler.load_state_dict(state["scaler"])
         self._batches.load_state_dict(copied(state["data"]))
@@ -195,7 +201,7 @@ class Checkpoints:
         path = self._folder / self.files.kind.name_of(counts.epoch, counts.batch, self._sharded)
         rest, tensors = self._state(), self._tensors(full=not self._sharded)
         if self._sharded:
-            rest[LEVERS], tensors[LEVERS] = separated(rest[LEVERS])
+            rest[LEVERS], tensors[LEVERS] = separated(rest[LEVERS], dict(self._run.task.named_parameters()))
         else:
             rest[LEVERS] = gathered(rest[LEVERS])
         with whole(path) as partial:
@@ -226,7 +232,7 @@ class Checkpoints:
             "optimizer_name": type(run.optimizer).__name__,
             "scaler": {} if run.scaler is None else run.scaler.state_dict(),
             "data": kept(self._batches.state_dict()),
-            LEVERS: {name: loadable(name, lever.state_dict()) for name, lever in levers.items()},
-            "callbacks": {name: loadable(name, callback.state_dict()) for name, callback in callbacks.items()},
+            LEVERS: {name: kept_state(name, lever) for name, lever in levers.items()},
+            "callbacks": {name: kept_state(name, callback) for name, callback in callbacks.items()},
             "generators": generator_states() if self.generators is None else self.generators,
         }

@@ -17,7 +17,7 @@ from recipes.engines.logs.loggers import RunLoggers
 from recipes.engines.precision import autocast, gradient_scaler
 from recipes.training.clock import Clock
 from recipes.training.microbatches import split, with_batch_means
-from recipes.training.run import Precision, Run, check_figures
+from recipes.training.run import Precision, Run, check_figures, check_images
 
 
 class LightningRun(Run):
@@ -159,4 +159,4 @@ class LightningRun(Run):
         self.loggers.log_settings(settings)
 
     def log_images(self, name: str, images: np.ndarray) -> None:
-        self.loggers.log_images(name, images, self.counts.batch)
+        self.loggers.log_images(name, check_images(name, images), self.counts.batch)

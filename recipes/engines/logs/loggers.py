@@ -20,10 +20,11 @@ from recipes.engines.logs.tensorboard_files import TensorBoardWriter
 from recipes.engines.logs.tracking import mlflow_run
 from recipes.engines.logs.wandb_writer import WandBWriter
 from recipes.training import stop
-from recipes.training.ranks import by_first_rank, is_first_rank
+from recipes.training.ranks import by_first_rank, is_first_rank, on_all_ranks, rank
 
 OF_SQLITE = {"disk is full": errno.ENOSPC, "disk I/O error": errno.EIO}  # its words for errors of the disk
 
+METHODS = ("figures", "images", "settings", "close")
 Writer = TensorBoardWriter | WandBWriter | MLflowWriter
 Opener = Callable[[], Writer | None]  # every rank calls it; the first one gets a writer
 
@@ -42,6 +43,20 @@ class RunLoggers:
             for opener in openers:
                 if (writer := opener()) is not None:
                     self._writers.append(writer)
+            on_all_ranks(self._check)
+
+    def _check(self) -> None:
+        """
+        Raises:
+            ValueError: a logger of one's own lacks a method, or is on another rank, which would write all again.
+        """
+        for writer in self._writers:
+            kind = f"loggers: {type(writer).__name__} ({type(writer).__module__})"
+            missing = [name for name in METHODS if not callable(getattr(writer, name, None))]
+            if missing:
+                raise ValueError(f"{kind} has no method {', '.join(missing)}; define what TensorBoardWriter has")
+            if not is_first_rank():
+                raise ValueError(f"{kind} is opened on rank {rank()}, too; return None there (is_first_rank)")
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
         """Write figures at a batch."""

@@ -57,8 +57,10 @@ class TensorBoardWriter:
     def settings(self, settings: Mapping[str, Any]) -> None:
         """Write settings as texts, nested ones as YAML."""
         for name, value in settings.items():
-            nested = isinstance(value, Mapping)
-            text = indent(yaml.safe_dump(value, sort_keys=False), 4 * " ") if nested else str(value)  # Markdown's code
+            text = str(value)
+            if isinstance(value, Mapping):
+                with suppress(yaml.YAMLError):  # of values that YAML has no form of, such as a path
+                    text = indent(yaml.safe_dump(value, sort_keys=False), 4 * " ")  # Markdown's code
             self._writer.add_text(name, text)
 
     def flush(self) -> None:

@@ -115,7 +115,7 @@ def load(parts: ExportParts) -> DiffusionPipeline:
     null_text = read_matrix(parts.folder / NULL_TEXT, parts.manifest.text_shape)
     return DiffusionPipeline(
         denoiser=denoiser.open(parts.network).to(parts.device).eval(),
-        objective=objective.open(parts.folder / SCHEDULER),
+        objective=objective.open(parts.folder / SCHEDULER).to(parts.device),
         image_encoder=parts.image_encoder.to(parts.device),
         text_encoder=parts.text_encoder.to(parts.device),
         null_text=torch.from_numpy(null_text).float(),

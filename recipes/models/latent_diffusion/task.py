@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
 from data.random_numbers import draws_of
+from data.system.errors import one_line
 from data.system.log import log
 from recipes.models.config_files import read_object
 from recipes.models.latent_diffusion.denoiser import Denoiser
 from recipes.models.latent_diffusion.objective import Objective, Predict, seeded_noise
-from recipes.models.task import Task
+from recipes.models.task import Task, described
 from recipes.models.tensor_plan import TensorPlan
 
 # The objective's folder in an export, by diffusers' name for it.
@@ -80,7 +82,10 @@ class LatentDiffusion(Task):
         """
         x0 = batch["latents"]
         noise, times = self.objective.draw(x0, draws_of(batch, 1))
+        self._check_shape("draw returns noise", noise, x0.shape)
+        self._check_shape("draw returns times", times, x0.shape[:1])
         losses = self.objective(self._predict(batch["text"]), x0, noise, times)
+        self._check_shape("forward returns losses", losses, x0.shape[:1])
         return {"total": losses.mean()}
 
     @torch.no_grad()
@@ -104,6 +109,18 @@ class LatentDiffusion(Task):
             losses[f"loss_t{t}"] = self.objective(self._predict(batch["text"]), x0, noise, times)
         return {"loss": torch.stack(list(losses.values())).mean(0), **losses}
 
+    def _check_shape(self, what: str, found: Any, shape: torch.Size) -> None:
+        """
+        Raises:
+            ValueError: what the objective has made is no tensor of that shape. Others would be stretched, such as one
+                noise to all samples, or (B, 1) losses times (B,) weights to a matrix with the weights of all others.
+        """
+        if not isinstance(found, Tensor) or found.shape != shape:
+            raise ValueError(
+                f"model.objective: {self.objective.name}: {what}, {described(found)}; return a tensor of shape "
+                f"{tuple(shape)}"
+            )
+
     def _predict(self, text: Tensor) -> Predict:
         """The denoiser, given the text.
 
@@ -113,10 +130,11 @@ class LatentDiffusion(Task):
 
         def predict(latents: Tensor, times: Tensor) -> Tensor:
             found = self.denoiser(latents, times, text)
-            if found.shape != latents.shape:
+            if not isinstance(found, Tensor) or found.shape != latents.shape:
+                shape = tuple(found.shape) if isinstance(found, Tensor) else described(found)
                 raise ValueError(
-                    f"model.denoiser: {self.denoiser.name} predicts {tuple(found.shape)} for latents of "
-                    f"{tuple(latents.shape)}; return the same shape"
+                    f"model.denoiser: {self.denoiser.name} predicts {shape} for latents of {tuple(latents.shape)}; "
+                    "return a tensor of the same shape"
                 )
             return found
 
@@ -139,6 +157,23 @@ class LatentDiffusion(Task):
             "denoiser": self.denoiser.name,
             "objective": self.objective.name,
         }
+
+    def check_export(self) -> None:
+        """Whether the objective's class opens what the objective saves. See `Task.check_export`."""
+        objective = self.objective
+        if any(tensor.is_meta for tensor in (*objective.parameters(), *objective.buffers())):
+            return  # what it saves may depend on their values
+        with TemporaryDirectory() as folder:
+            objective.save(Path(folder))
+            try:
+                type(objective).open(Path(folder))
+            except (TypeError, ValueError) as error:
+                kind = f"{type(objective).__name__} ({type(objective).__module__})"
+                raise ValueError(
+                    f"model.objective: {kind} does not open what it saves ({one_line(error)}), and exports could not "
+                    "be used; let its __init__ take what its `open` gives it, with defaults for the rest, or define "
+                    "`save` and `open`"
+                ) from error
 
     def load_export(self, folder: Path) -> None:
         """See `Task.load_export`. The folder may also be a pipeline of diffusers, or its U-Net alone."""

@@ -48,6 +48,34 @@ def test_classes_that_define_no_method_of_a_run(small_recipe, tmp_path, monkeypa
         check_classes.check_classes(recipe)
 
 
+class SavesLate(Changes):
+    def after_save(self, run):
+        raise AssertionError("not called")
+
+
+class Clips(Misspelled):
+    def step_end(self, run):
+        pass
+
+    def clip_gradients(self, run):
+        raise AssertionError("not called")
+
+
+@pytest.mark.parametrize(("section", "kind", "said"), [
+    ("callbacks", Clips, "defines clip_gradients, which a run calls for levers alone; give it another name, or make a"),
+    ("algorithms", SavesLate, "defines after_save, which a run calls for callbacks alone; give it another name, or"),
+])  # fmt: skip
+def test_methods_that_are_called_for_the_other_ones_alone(small_recipe, tmp_path, monkeypatch, section, kind, said):
+    """Other methods of the class were called, so that nothing showed that this one was not."""
+    named = {"callbacks": "progress", "algorithms": "channels_last"}[section]
+    recipe = small_recipe(tmp_path, f"{section}.mine={{name: {named}}}")
+    theirs = check_classes.import_builder
+    builder = lambda component: kind if component.path.endswith("mine") else theirs(component)  # noqa: E731
+    monkeypatch.setattr(check_classes, "import_builder", builder)
+    with pytest.raises(ValueError, match=rf"^{section}.mine: {kind.__name__} \({__name__}\) {said}"):
+        check_classes.check_classes(recipe)
+
+
 def test_the_step_of_an_optimizer_takes_a_closure():
     """Lightning gave it one in the first batch, where it was a TypeError."""
 
@@ -126,7 +154,7 @@ def test_a_state_that_is_not_loaded_from_checkpoints_is_found_at_the_first_step(
     task = torch.nn.Linear(2, 2)
     for saved in (False, True):
         optimizer = Odd(task.parameters(), lr=1.0)
-        check_classes.check_kept(optimizer, dict(task.named_parameters()), saved)
+        check_classes.check_first_step(optimizer, task, saved)
         if saved:
             with pytest.raises(ValueError, match="^optimizer: Odd: state_dict returns 'state' with a value"):
                 optimizer.step()
@@ -142,8 +170,18 @@ def test_states_of_no_parameter_are_found_at_the_first_step():
 
     task = torch.nn.Linear(2, 2)
     optimizer = Counts(task.parameters(), lr=1.0)
-    check_classes.check_kept(optimizer, dict(task.named_parameters()), saved=True)
+    check_classes.check_first_step(optimizer, task, saved=True)
     with pytest.raises(ValueError, match=r"^optimizer: Counts \(.*\) has a state of 'all', which is no parameter"):
+        optimizer.step()
+
+
+def test_a_parameter_that_the_first_batch_makes_is_found_after_it():
+    """It was not trained, and the run could not go on: the checkpoint was called one of another model."""
+    task = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(task.parameters(), lr=1.0)
+    check_classes.check_first_step(optimizer, task, saved=False)
+    task.late = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="^model: late.weight and 1 more: made in the first batch, so that the optimi"):
         optimizer.step()
 
 

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -30,6 +31,41 @@ def test_opening_draws_no_weights_and_gives_a_network_of_its_own(tmp_path):
     tokens = torch.arange(6)[None]
     opened(tokens).sum().backward()
     torch.testing.assert_close(opened(tokens), network(tokens), atol=1e-2, rtol=1e-2)
+
+
+class Tables(torch.nn.Module):
+    """Has tensors that its state dict lacks."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(width))
+        self.register_buffer("table", torch.arange(width).float(), persistent=False)
+        self.mask = torch.ones(width)
+        self.several = [torch.full((width,), 2.0)]
+
+    def forward(self):
+        return self.weight * self.table + self.mask * self.several[0]
+
+
+class Reads(Tables):
+    """Reads a value as it is built."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.several = [torch.linspace(0, width, width)[-1].item()]
+
+    def forward(self):
+        return self.weight * self.several[0]
+
+
+@pytest.mark.parametrize("kind", [Tables, Reads])
+def test_tables_that_are_in_no_file_have_values_in_an_opened_network(tmp_path, kind):
+    """They had none, so that a denoiser that was trained to the end could not generate."""
+    network = kind(4)
+    save_network(tmp_path, network, {"width": 4})
+    before = torch.get_rng_state()
+    assert torch.equal(load_network(tmp_path, kind)(), network())
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_task_with_an_export_of_its_own_is_not_written_tensor_by_tensor():

@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from recipes.config.components import COMPONENTS
 from recipes.engines.checkpoints import early_save
 from recipes.engines.checkpoints.early_save import EarlySave
 from recipes.training.callback import Callback
 from recipes.training.checkpoint_names import KINDS
+from recipes.training.lever import Lever
 from tests.recipes.engines.recording import Recorder, assert_bit_equal, record
 from tests.recipes.training.fake_run import FakeRun
 
@@ -90,6 +92,61 @@ def test_a_resume_has_what_callbacks_drew_and_counted_after_the_checkpoint_was_d
     assert rest.validations == uninterrupted.validations == 2
 
 
+class Counts(Lever):
+    """Counts validations in its state and in a buffer of the model."""
+
+    def __init__(self, task):
+        self.task, self.count, self.large = task, 0, torch.zeros(2**16 + 1)
+        task.register_buffer("count", torch.zeros(()))
+
+    def eval_end(self, run):
+        self.count += 1
+        self.task.count += 1
+
+    def state_dict(self):
+        return {"count": self.count, "large": [self.large]}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+class CountsInside(Recorder):
+    """Keeps what the lever of a run has counted at the end."""
+
+    def end(self, run):
+        super().end(run)
+        (lever,) = (lever for lever in self.levers if isinstance(lever, Counts))
+        self.counted = lever.count, run.task.count.item()
+
+
+@pytest.mark.parametrize("engine", ["composer", "lightning"])
+def test_a_resume_has_what_a_lever_changed_in_validation(quick_recipe, tmp_path, monkeypatch, engine):
+    monkeypatch.setitem(COMPONENTS["algorithm"], "counts", f"{__name__}:Counts")
+    counts = "algorithms.counts={name: counts}"
+    whole = record(engine, quick_recipe(tmp_path / "whole", *SHORT, counts), CountsInside())
+    path = next(path for path in (tmp_path / "whole" / "checkpoints").iterdir() if "-ba3" in path.name)
+    rest = record(
+        engine, quick_recipe(tmp_path / "rest", *SHORT, counts, f"checkpoints.load_path={path}"), CountsInside()
+    )
+    assert len(rest.losses) == 3
+    assert rest.counted == whole.counted == (2, 2)
+    assert_bit_equal(rest, whole)
+
+
+@pytest.mark.parametrize(("change", "again"), [
+    (lambda lever, run: setattr(lever, "count", 1), True),
+    (lambda lever, run: lever.task.count.add_(1), True),
+    (lambda lever, run: run.optimizer.param_groups[0].update(lr=0.5), True),
+    (lambda lever, run: lever.large.add_(1), False),  # as the average of weights is not hashed
+])  # fmt: skip
+def test_it_is_saved_again_where_anything_small_has_changed(monkeypatch, change, again):
+    monkeypatch.setattr(early_save, "is_worth_keeping", lambda run: True)
+    lever = Counts(torch.nn.Linear(2, 2))
+    run, end = run_of(Changes(), [], lever=lever)
+    then = ["saves 2 again"] if again else ["flushes"]
+    assert end(2, then=lambda: change(lever, run)) == ["holds", "saves 2", "acts", *then, "copies"]
+
+
 class Changes(Callback):
     """Has a state."""
 
@@ -100,15 +157,15 @@ class Changes(Callback):
         return {name: value.clone() if torch.is_tensor(value) else value for name, value in self.state.items()}
 
 
-def run_of(callback, saved, every="2ba", duration="8ba", minutes=None):
+def run_of(callback, saved, every="2ba", duration="8ba", minutes=None, lever=None):
     """Gives a function of a batch: what an engine does at its end, with what happens after the checkpoint."""
-    run = FakeRun(duration=duration)
+    run = FakeRun(None if lever is None else lever.task, duration=duration)
     files = SimpleNamespace(
         hold_copies=lambda: saved.append("holds"),
         flush=lambda: saved.append("flushes"),
         copy_held=lambda: saved.append("copies"),
     )
-    early = EarlySave(run, [callback], files, every, minutes)
+    early = EarlySave(run, [callback], files, every, minutes, [] if lever is None else [lever])
 
     def end(batch, then=lambda: None, stopping=False, overdue=False):
         run.at(batch).stopping, run.overdue = stopping, overdue

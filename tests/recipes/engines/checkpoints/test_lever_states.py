@@ -11,7 +11,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from recipes.algorithms.sharding.shards import as_shard, own
-from recipes.engines.checkpoints.lever_states import LEVERS, forms, gathered, joined, separated
+from recipes.engines.checkpoints.lever_states import LEVERS, forms, gathered, joined, kept_state, separated
+from recipes.training.callback import Callback
+from recipes.training.lever import Lever
 
 
 def sharded_network(width=4):
@@ -40,8 +42,9 @@ def same(one, other):
 
 
 def test_shards_are_separated_and_joined_again(one_rank):
-    state = state_of(sharded_network())
-    rest, shards = separated(state)
+    network = sharded_network()
+    state = state_of(network)
+    rest, shards = separated(state, dict(network.named_parameters()))
     assert shards == {
         "Average": {"average": {n: state["Average"]["average"][n] for n in ("weight", "bias")}},
         "Sums": {"errors": {"weight": state["Sums"]["errors"]["weight"]}},
@@ -59,7 +62,7 @@ def test_a_full_checkpoint_has_whole_tensors(one_rank):
 
 
 def saved(network, folder: Path):
-    _, shards = separated(state_of(network))
+    _, shards = separated(state_of(network), dict(network.named_parameters()))
     dcp.save({LEVERS: shards}, checkpoint_id=folder)
     return dcp.FileSystemReader(folder).read_metadata(), shards
 
@@ -84,3 +87,39 @@ def test_tensors_of_other_parameters_are_refused(one_rank, tmp_path, other, mess
     metadata, _ = saved(sharded_network(), tmp_path)
     with pytest.raises(ValueError, match=message):
         forms(metadata, other())
+
+
+class OfLever(Lever):
+    def __init__(self, state):
+        self.state_dict = lambda: state
+
+
+class OfCallback(Callback):
+    __init__ = OfLever.__init__
+
+
+@pytest.mark.parametrize(("kind", "state", "said"), [
+    (OfLever, lambda tensor: {"a": {"b": tensor, "c": [torch.ones(1)]}}, None),
+    (OfLever, lambda tensor: {"a": [1, {"b": tensor}]}, "return those of a lever as values of dicts, by the names"),
+    (OfLever, lambda tensor: {"a": (tensor,)}, "return those of a lever as values of dicts, by the names"),
+    (OfCallback, lambda tensor: {"a": tensor}, r"return it as whole tensors, which full_tensor\(\) gives"),
+    (OfCallback, lambda tensor: {"a": [tensor.full_tensor()]}, None),
+])  # fmt: skip
+def test_shards_that_no_run_would_load_are_refused(one_rank, kind, state, said):
+    """They were saved without a word, by the first rank alone, in a checkpoint that was called damaged."""
+    hooks = kind(state(sharded_network().weight.detach()))
+    if said is None:
+        assert kept_state("Mine", hooks) is hooks.state_dict()
+    else:
+        with pytest.raises(ValueError, match=f"^Mine: state_dict returns a sharded tensor .DTensor. .*; {said}"):
+            kept_state("Mine", hooks)
+
+
+def test_shards_by_other_names_than_those_of_parameters_are_refused(one_rank):
+    """The run that was to go on could not know how they are sharded."""
+    network = sharded_network()
+    parameters = dict(network.named_parameters())
+    with pytest.raises(ValueError, match="^Mine: state_dict returns the sharded tensor 'mean', and sharded checkpoint"):
+        separated({"Mine": {"inner": {"mean": network.weight.detach()}}}, parameters)
+    with pytest.raises(ValueError, match="^Mine: state_dict returns the sharded tensor 'bias', and sharded checkpoint"):
+        separated({"Mine": {"bias": network.weight.detach()}}, parameters)

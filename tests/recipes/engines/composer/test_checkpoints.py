@@ -19,9 +19,9 @@ def saving(tmp_path, monkeypatch):
     """A run, its saver, Composer's state as far as it is read, and the batches that were written."""
     run, written, write = FakeRun(duration="9ba"), [], checkpoints._write
 
-    def noted(state, path, sharded):
+    def noted(state, *rest):
         written.append(state.timestamp.batch.value)
-        write(state, path, sharded)
+        write(state, *rest)
 
     def at(batch):
         run.at(batch)

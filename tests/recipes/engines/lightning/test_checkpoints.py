@@ -212,6 +212,19 @@ def test_plain_states_go_on(tmp_path, value):
     assert type(lever.value) is type(value) and str(lever.value) == str(value)
 
 
+def test_a_state_that_a_checkpoint_lacks_by_its_name_is_told(tmp_path, caplog):
+    """Where a second lever or callback of a class was added, the first one silently lost what it had."""
+    first, run, _ = new_checkpoints(tmp_path, Counter(3))
+    save_at(first, run, 2)
+    levers = [Counter(), Counter()]
+    levers[0].label_in_recipe, levers[1].label_in_recipe = "old", "new"
+    new_checkpoints(tmp_path, levers, autoresume=True)[0].load()
+    said = [record.getMessage() for record in caplog.records if "no state of" in record.getMessage()]
+    assert [text.rpartition(" has ")[2] for text in said] == [
+        "no state of Counter old, which begins anew", "no state of Counter new, which begins anew"
+    ]  # fmt: skip
+
+
 def test_the_weights_of_a_module_in_a_state_are_not_looked_at():
     """They may be many, and DTensors, which are saved as weights are."""
 

@@ -16,7 +16,9 @@ from recipes.config.components import COMPONENTS
 from recipes.config.schema import Component
 from recipes.engines.composer.loggers import Destination
 from recipes.engines.composer.model import ComposerTask
+from recipes.engines.logs import loggers
 from recipes.engines.logs.loggers import RunLoggers
+from recipes.engines.logs.tensorboard_files import TensorBoardWriter
 from recipes.engines.logs.wandb_writer import WandBWriter
 from recipes.models.task import Task
 
@@ -121,3 +123,41 @@ def test_mlflow_writes_a_database_below_the_output(output):
     with sqlite3.connect(output / "mlflow.db") as database:
         keys = {row[0] for row in database.execute("select key from metrics")}
     assert "loss/train/total" in keys
+
+
+class Prints:
+    """A logger of one's own."""
+
+    def __init__(self):
+        self.status = None
+
+    def figures(self, figures, step):
+        pass
+
+    images = settings = figures
+
+    def close(self, status):
+        self.status = status
+
+
+def test_a_logger_of_ones_own_has_all_methods_and_is_on_the_first_rank_alone(monkeypatch):
+    """A missing method was an AttributeError at the first image, and what all ranks write is written several times."""
+    writer = Prints()
+    RunLoggers([lambda: writer, lambda: None]).close("FINISHED")
+    assert writer.status == "FINISHED"
+    monkeypatch.delattr(Prints, "images")
+    with pytest.raises(ValueError, match=r"^loggers: Prints \(.*\) has no method images; define what Tens"):
+        RunLoggers([lambda: writer])
+    assert writer.status == "FAILED"
+    monkeypatch.undo()
+    monkeypatch.setattr(loggers, "is_first_rank", lambda: False)
+    with pytest.raises(ValueError, match=r"^loggers: Prints \(.*\) is opened on rank 0, too; return None there"):
+        RunLoggers([lambda: writer])
+
+
+def test_settings_without_a_form_in_yaml_are_written_as_python_shows_them(tmp_path):
+    writer = TensorBoardWriter(tmp_path, 1)
+    writer.settings({"mine": {"folder": tmp_path}})
+    writer.close("FINISHED")
+    (file,) = tmp_path.iterdir()
+    assert str(tmp_path).encode() in file.read_bytes()

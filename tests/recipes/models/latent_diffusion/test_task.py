@@ -309,3 +309,61 @@ def test_a_prediction_of_another_shape_is_refused(objective, monkeypatch):
     for compute in (task, task.evaluate):
         with pytest.raises(ValueError, match=r"^model.denoiser: unet predicts \(2, 1, 8, 8\) for latents of \(2, 4, 8"):
             compute(batch)
+
+
+def test_a_prediction_that_is_no_tensor_is_refused(monkeypatch):
+    """It was a KeyError or an AttributeError of the objective."""
+    task = LatentDiffusion(denoiser=small().denoiser, objective=RectifiedFlow())
+    batch = {"latents": torch.randn(2, 4, 8, 8), "text": torch.randn(2, 3, 12)}
+    monkeypatch.setattr(task.denoiser, "forward", lambda latents, times, text: (latents, times))
+    with pytest.raises(ValueError, match="^model.denoiser: unet predicts an instance of tuple for latents of"):
+        task(batch)
+
+
+class Columns(RectifiedFlow):
+    """Its weights are a row, and its losses a column."""
+
+    def forward(self, predict, x0, noise, times):
+        return super().forward(predict, x0, noise, times)[:, None] * (1 + times)
+
+
+class OneNoise(RectifiedFlow):
+    def draw(self, x0, draws=None):
+        return torch.randn_like(x0[0]), torch.rand(len(x0))
+
+
+class OneTime(RectifiedFlow):
+    def draw(self, x0, draws=None):
+        return torch.randn_like(x0), torch.rand(1)
+
+
+@pytest.mark.parametrize(("objective", "said"), [
+    (Columns, r"forward returns losses, a tensor of shape \(2, 2\) and dtype float32; return a tensor of shape \(2,\)"),
+    (OneNoise, r"draw returns noise, a tensor of shape \(4, 8, 8\) .* return a tensor of shape \(2, 4, 8, 8\)"),
+    (OneTime, r"draw returns times, a tensor of shape \(1,\) .* return a tensor of shape \(2,\)"),
+])  # fmt: skip
+def test_what_an_objective_of_ones_own_would_stretch_is_refused(objective, said):
+    """It trained on the weights of other samples, or all samples of a batch with one noise or time."""
+    task = LatentDiffusion(denoiser=small().denoiser, objective=objective())
+    with pytest.raises(ValueError, match=f"^model.objective: rectified_flow: {said}"):
+        task({"latents": torch.randn(2, 4, 8, 8), "text": torch.randn(2, 3, 12)})
+
+
+class Shiftless(RectifiedFlow):
+    def __init__(self, *, weight: float = 1.0):
+        super().__init__(eval_times=[0.5])
+
+
+class Needs(RectifiedFlow):
+    def __init__(self, *, weight: float, shift: float = 1.0):
+        super().__init__(shift=shift, eval_times=[0.5])
+
+
+def test_an_objective_of_ones_own_that_exports_could_not_open_is_refused():
+    """The run trained to its end, and generate.py ended with a TypeError."""
+    for objective, said in ((Shiftless(), "unexpected keyword argument 'shift'"), (Needs(weight=1.0), "'weight'")):
+        task = LatentDiffusion(denoiser=small().denoiser, objective=objective)
+        with pytest.raises(ValueError, match=f"^model.objective: .*does not open what it saves .TypeError .*{said}"):
+            task.check_export()
+    for objective in (DDPM(min_snr_gamma=5.0), RectifiedFlow(shift=2.0)):
+        LatentDiffusion(denoiser=small().denoiser, objective=objective).check_export()
