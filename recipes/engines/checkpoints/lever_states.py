@@ -36,7 +36,11 @@ def kept_state(name: str, hooks: Hooks) -> State:
             whole or by all ranks; others would be saved without the shards of other ranks, in a form that is not read.
     """
     state = loadable(name, hooks.state_dict())
+    if not isinstance(state, dict):
+        raise ValueError(f"{name}: state_dict returns an instance of {type(state).__name__}; return a dict")
     of_lever = isinstance(hooks, Lever)
+    if of_lever and "repr" in state:
+        raise ValueError(f"{name}: state_dict returns the key 'repr', which Composer has for itself; use another one")
     if _holds_shards(state, in_dicts=not of_lever):
         places = "those of a lever as values of dicts, by the names of parameters, others" if of_lever else "it"
         raise ValueError(

@@ -123,3 +123,18 @@ def test_shards_by_other_names_than_those_of_parameters_are_refused(one_rank):
         separated({"Mine": {"inner": {"mean": network.weight.detach()}}}, parameters)
     with pytest.raises(ValueError, match="^Mine: state_dict returns the sharded tensor 'bias', and sharded checkpoint"):
         separated({"Mine": {"bias": network.weight.detach()}}, parameters)
+
+
+@pytest.mark.parametrize(("kind", "state", "said"), [
+    (OfLever, {"repr": 1}, "the key 'repr', which Composer has"),
+    (OfCallback, {"repr": 1}, None),
+    (OfLever, None, "an instance of NoneType; return a dict"),
+    (OfCallback, [1], "an instance of list; return a dict"),
+])  # fmt: skip
+def test_states_that_composer_would_lose_or_not_save_are_refused(kind, state, said):
+    """Composer writes a text of its own under `repr` of a lever, and nothing said that the lever's was lost."""
+    if said is None:
+        assert kept_state("Mine", kind(state)) == state
+    else:
+        with pytest.raises(ValueError, match=f"^Mine: state_dict returns {said}"):
+            kept_state("Mine", kind(state))
