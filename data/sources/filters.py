@@ -208,6 +208,8 @@ def decoded(filter: Filter, sample: Sample, shrink_to: int | None = None) -> Dec
         raise WrongResult(f"{what} an image {image.shape} of the original size {size!r:.60}; give (width, height)")
     if not isinstance(found.caption, str) or not isinstance(found.key, str):
         raise WrongResult(f"{what} the key {brief(found.key)} and the caption {brief(found.caption)}; give texts")
+    if without_surrogates(found.caption) != found.caption:
+        raise WrongResult(f"{what} the caption {found.caption!r:.60}, which is no text; drop its lone surrogates")
     return found
 
 
