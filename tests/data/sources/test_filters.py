@@ -300,7 +300,7 @@ def test_a_picture_whose_orientation_lacks_memory_is_not_taken_as_it_lies(monkey
         (np.zeros((4, 4, 3), np.float32), "returns the image float32 (4, 4, 3) instead of an array uint8"),
         (np.zeros((4, 4), np.uint8), "returns the image uint8 (4, 4) instead of an array uint8"),
         (Image.new("RGB", (4, 4)), "returns the image a value of type Image instead of an array uint8"),
-        (DecodedSample("k", np.zeros((4, 4, 3), np.uint8), "\ud800", (4, 4)), "returns the caption '\\ud800', which is"),
+        (DecodedSample("k", np.zeros((4, 4, 3), np.uint8), "\ud800", (4, 4)), "returns the caption '\\ud800', which"),
     ],
 )
 def test_what_a_filter_returns_is_checked(found, message):
