@@ -220,6 +220,8 @@ def judged(filter: Filter, sample: Sample) -> str | Rejected:
         caption = filter.caption(sample)
     if not isinstance(caption, str | Rejected):
         raise WrongResult(f"{what} returns {brief(caption)}; return the text, or a Rejected with a reason")
+    if isinstance(caption, str) and without_surrogates(caption) != caption:
+        raise WrongResult(f"{what} returns {caption!r:.60}, which is no text; drop its lone surrogates")
     return caption
 
 

@@ -319,6 +319,8 @@ def test_what_a_filter_makes_of_a_caption_is_checked():
     assert judged(SimpleNamespace(caption=lambda sample: reason), sample) == reason
     with pytest.raises(WrongResult, match=re.escape("SimpleNamespace.caption() of the sample 'k' returns False")):
         judged(SimpleNamespace(caption=lambda sample: False), sample)
+    with pytest.raises(WrongResult, match="of the sample 'k' returns .*, which is no text; drop its lone surrogates"):
+        judged(SimpleNamespace(caption=lambda sample: "\ud800"), sample)
 
 
 @pytest.mark.parametrize("error", [KeyError("aesthetics"), ValueError("mine: a score of 11")])
