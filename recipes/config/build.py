@@ -141,19 +141,35 @@ def build_on_meta(component: Component, **context: Any) -> Any:
     import torch  # here, so that building a source or a filter does not wait for it
 
     _import_all(component)  # modules imported while meta is the default device would keep meta tensors, or fail
+    what = (
+        f"{component.path}: {component.target} cannot be built on PyTorch's meta device, where tensors have no values, "
+        "as it is in dry runs, with FSDP and for exports"
+    )
+    with without_values(what, 'give what needs values device="cpu" (docs/extending.md)'), torch.device("meta"):
+        return build(component, **context)
+
+
+@contextmanager
+def without_values(what: str, advice: str) -> Iterator[None]:
+    """A context in which code of a model meets tensors on the meta device.
+
+    Args:
+        what: beginning of the message of an error.
+        advice: its end.
+
+    Raises:
+        ValueError: the code asks for the value of a tensor.
+    """
     try:
-        with torch.device("meta"):
-            return build(component, **context)
+        yield
     except (RuntimeError, TypeError) as error:
         text = first_line(error)
         if "meta" not in text.lower():
             raise
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
-        raise ValueError(
-            f"{component.path}: {component.target} cannot be built on PyTorch's meta device, where tensors have no "
-            f"values, as it is in dry runs, with FSDP and for exports: {text.rstrip('.')} ({frames[-1].filename}, line "
-            f'{frames[-1].lineno}); give what needs values device="cpu" (docs/extending.md)'
-        ) from error
+        inside = ("/torch/", "/recipes/planning/tracing/")
+        frames = traceback.extract_tb(error.__traceback__)
+        last = [frame for frame in frames if not any(part in frame.filename for part in inside)][-1]
+        raise ValueError(f"{what}: {text.rstrip('.')} ({last.filename}, line {last.lineno}); {advice}") from error
 
 
 def _import_all(value: Any) -> None:
