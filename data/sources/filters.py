@@ -208,6 +208,8 @@ def decoded(filter: Filter, sample: Sample, shrink_to: int | None = None) -> Dec
         raise WrongResult(f"{what} an image {image.shape} of the original size {size!r:.60}; give (width, height)")
     if not isinstance(found.caption, str) or not isinstance(found.key, str):
         raise WrongResult(f"{what} the key {brief(found.key)} and the caption {brief(found.caption)}; give texts")
+    if without_surrogates(found.caption) != found.caption:
+        raise WrongResult(f"{what} the caption {found.caption!r:.60}, which is no text; drop its lone surrogates")
     return found
 
 
@@ -218,6 +220,8 @@ def judged(filter: Filter, sample: Sample) -> str | Rejected:
         caption = filter.caption(sample)
     if not isinstance(caption, str | Rejected):
         raise WrongResult(f"{what} returns {brief(caption)}; return the text, or a Rejected with a reason")
+    if isinstance(caption, str) and without_surrogates(caption) != caption:
+        raise WrongResult(f"{what} returns {caption!r:.60}, which is no text; drop its lone surrogates")
     return caption
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from data.encoded.manifest import Manifest
-from data.system.errors import Outage
+from data.system.errors import Outage, first_line
 from recipes.config.components import BASES, NAMED
 from recipes.config.entry_points import all_components
 from recipes.config.schema import Checker, Component, read_signature
@@ -65,6 +66,8 @@ def _check_kind(component: Component, built: Any) -> None:
         )
     if component.group in ("image_encoder", "text_encoder"):
         built.check_attributes()
+    if component.group == "model":
+        _check_whole(built)
     if component.group not in NAMED:
         return
     name = getattr(built, "name", None)
@@ -75,6 +78,22 @@ def _check_kind(component: Component, built: Any) -> None:
             f"the attribute `name` of {type(built).__name__} ({type(built).__module__}) is {name!r}; set it to "
             f"{component.name!r}, by which exports record it"
         )
+
+
+def _check_whole(model: Any) -> None:
+    """
+    Raises:
+        ValueError: a part of it is made when the model is first called, which the optimizer, checkpoints and the
+            numbers of a plan come before.
+    """
+    from torch.nn.parameter import is_lazy
+
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(
+                f"the size of {name} of {type(model).__name__} ({type(model).__module__}) is not known before the "
+                "first batch; use a layer that is given its sizes in place of a lazy one"
+            )
 
 
 @contextmanager
@@ -122,8 +141,35 @@ def build_on_meta(component: Component, **context: Any) -> Any:
     import torch  # here, so that building a source or a filter does not wait for it
 
     _import_all(component)  # modules imported while meta is the default device would keep meta tensors, or fail
-    with torch.device("meta"):
+    what = (
+        f"{component.path}: {component.target} cannot be built on PyTorch's meta device, where tensors have no values, "
+        "as it is in dry runs, with FSDP and for exports"
+    )
+    with without_values(what, 'give what needs values device="cpu" (docs/extending.md)'), torch.device("meta"):
         return build(component, **context)
+
+
+@contextmanager
+def without_values(what: str, advice: str) -> Iterator[None]:
+    """A context in which code of a model meets tensors on the meta device.
+
+    Args:
+        what: beginning of the message of an error.
+        advice: its end.
+
+    Raises:
+        ValueError: the code asks for the value of a tensor.
+    """
+    try:
+        yield
+    except (RuntimeError, TypeError) as error:
+        text = first_line(error)
+        if "meta" not in text.lower():
+            raise
+        inside = ("/torch/", "/recipes/planning/tracing/")
+        frames = traceback.extract_tb(error.__traceback__)
+        last = [frame for frame in frames if not any(part in frame.filename for part in inside)][-1]
+        raise ValueError(f"{what}: {text.rstrip('.')} ({last.filename}, line {last.lineno}); {advice}") from error
 
 
 def _import_all(value: Any) -> None:

@@ -22,6 +22,7 @@ from data.system.files import atomic_write
 from data.system.log import log
 from data.system.ranks import Rank
 from recipes.evaluation.config import Evaluation
+from recipes.models.sampling import check_images
 from recipes.scoring.reference import blurred, fingerprint
 from recipes.scoring.reranking import IMAGES_AT_ONCE, Reranker
 
@@ -161,7 +162,8 @@ class Job:
     def _images(self, captions: list[str], numbers: Iterable[int], options: dict[str, Any]) -> np.ndarray:
         """(N, H, W, 3) uint8, one image per caption, drawn from the seed plus its number."""
         seeds = [self.config.seed + number for number in numbers]
-        return self.pipeline.generate(captions, seeds=seeds, batch=self.config.batch, **options)
+        images = self.pipeline.generate(captions, seeds=seeds, batch=self.config.batch, **options)
+        return check_images(images, len(captions))
 
     def _measure(self, images: np.ndarray, captions: list[str], label: int) -> dict[str, np.ndarray]:
         arrays = self.extractor(images)

@@ -192,7 +192,10 @@ def draw(folder: str | Path, captions: list[str], *, weights: Weights | None = N
         weights: averaged or as trained; None: averaged if there are any.
         options: of `generate` of the family's pipeline: `seeds` (N), `guidance`, `batch`, and its own ones.
     """
-    return load_pipeline(find_export(Path(folder)), "auto", "fp32", weights).generate(captions, **options)
+    from recipes.models.sampling import check_images
+
+    images = load_pipeline(find_export(Path(folder)), "auto", "fp32", weights).generate(captions, **options)
+    return check_images(images, len(captions))
 
 
 def open_parts(

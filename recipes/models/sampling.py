@@ -8,7 +8,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
 import torch
+
+from data.system.errors import WrongResult
 
 Precision = Literal["fp32", "bf16", "fp16"]
 LARGEST_GUIDANCE = 1e30  # products of far larger weights are infinite in 32 bits, and their differences NaN
@@ -43,6 +46,23 @@ def check_finite(finite: torch.Tensor, precision: Precision) -> None:
             f"{lost} of {len(finite)} images are not finite in {precision}; use precision fp32, a guidance nearer to "
             "1, or other weights"
         )
+
+
+def check_images(images: object, count: int) -> np.ndarray:
+    """What a pipeline's `generate` returned for `count` captions.
+
+    Raises:
+        WrongResult: it is no array (count, H, W, 3) uint8. Figures of fewer images, or of images in another range,
+            would be wrong without a word.
+    """
+    array = isinstance(images, np.ndarray)
+    if array and images.dtype == np.uint8 and images.ndim == 4 and (len(images), images.shape[3]) == (count, 3):
+        return images
+    found = f"an array {images.dtype} {images.shape}" if array else f"an instance of {type(images).__name__}"
+    raise WrongResult(
+        f"generate() of the pipeline returns {found} for {count} captions; return an array uint8 ({count}, height, "
+        "width, 3), see recipes/models/family.py"
+    )
 
 
 @dataclass

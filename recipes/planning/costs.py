@@ -8,13 +8,15 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from data.cost import FLOAT, Cost, Plan
+from data.cost import FLOAT, Cost, Epoch, Files, Plan
 from recipes.config.build import build, import_builder, located
 from recipes.config.recipe import Recipe
 from recipes.config.values import Component
 from recipes.planning.devices import Devices
 from recipes.planning.inputs import local_manifests
 from recipes.planning.tensor_parallel import divided_share
+
+KINDS = {"lines": (tuple, list), "files": (Files, type(None)), "epoch": (Epoch, type(None)), "note": str}  # of a Cost
 
 
 @dataclass(frozen=True)
@@ -115,4 +117,27 @@ def cost_of(component: Component, plan: Plan) -> Cost:
     parameters = inspect.signature(builder).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
     with located(component):
-        return builder.cost({**defaults, **component.args}, plan)
+        try:
+            inspect.signature(builder.cost).bind({}, plan)
+        except TypeError:  # such as a method of its objects
+            raise ValueError(
+                f"`cost` of {builder.__name__} is no class method that takes `args` and `plan`, as dry runs call it "
+                "(data/cost.py); make it one, or give it another name"
+            ) from None
+        cost = builder.cost({**defaults, **component.args}, plan)
+        wrong = _wrong(cost)
+        if wrong is not None:
+            raise ValueError(f"cost of {builder.__name__} returns {wrong}; see data/cost.py")
+        return cost
+
+
+def _wrong(cost: object) -> str | None:
+    """What is wrong about the types of a cost that a component of one's own reports; None: nothing."""
+    if not isinstance(cost, Cost):
+        return f"an instance of {type(cost).__name__} instead of a Cost"
+    for name, kinds in KINDS.items():
+        if not isinstance(getattr(cost, name), kinds):
+            return f"a Cost whose {name} is an instance of {type(getattr(cost, name)).__name__}"
+    if cost.files is not None and not isinstance(cost.files.every, str | None):
+        return f"a Cost whose files.every is {cost.files.every!r:.60} instead of an interval such as 500ba"
+    return None

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch._dynamo  # noqa: F401 - it must be imported before the meta device is the default one
 
 from data.cost import Epoch, count_text, size_text
-from recipes.config.build import build_on_meta
+from recipes.config.build import build_on_meta, without_values
 from recipes.config.recipe import Recipe
 from recipes.planning.batches import blank_batch, sample_bytes, stored_bytes, traced_model
 from recipes.planning.costs import costs_of, parameter_counts, plan_of
@@ -42,7 +42,10 @@ class Planner:
         self.task = build_on_meta(traced_model(recipe))
         self.batches = tuple(blank_batch(recipe, self.task, number) for number in NUMBERS)
         self.sample_bytes = stored_bytes(recipe) or sample_bytes(self.batches[0])
-        self.traces = traces_of(self.task, self.batches)
+        kind = type(getattr(self.task, "denoiser", self.task)).__name__
+        reason = f"model: the operations of {kind} depend on values of tensors, and cannot be planned without"
+        with without_values(reason, "measure it instead"):
+            self.traces = traces_of(self.task, self.batches)
         self.costs = costs_of(recipe, plan_of(recipe, self.task, Devices(1, 1)))
         self._divided = {1: self.traces}
         self._passes: dict[int, Passes] = {}

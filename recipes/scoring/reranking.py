@@ -22,6 +22,7 @@ from recipes.encoders.open_clip_models import (
     load_open_clip,
     open_clip_tokenizer,
 )
+from recipes.models.sampling import check_images
 
 IMAGES_AT_ONCE = 4096  # candidates in memory, of which few are kept: 0.8 GB at 256 x 256 pixels
 
@@ -161,10 +162,10 @@ def draw_best(
     drawn = [caption for caption in captions for _ in range(candidates)]
     seeds = [seed + i for i in range(len(drawn))]
     if reranker is None:
-        return generate(drawn, seeds=seeds), drawn
+        return check_images(generate(drawn, seeds=seeds), len(drawn)), drawn
     parts = []
     step = candidates * max(1, IMAGES_AT_ONCE // candidates)  # the candidates of a caption stay together
     for part in (slice(start, start + step) for start in range(0, len(drawn), step)):
-        images = generate(drawn[part], seeds=seeds[part])
+        images = check_images(generate(drawn[part], seeds=seeds[part]), len(drawn[part]))
         parts.append(images[best(reranker.scores(drawn[part], images), candidates, keep)])
     return np.concatenate(parts), [caption for caption in captions for _ in range(keep)]

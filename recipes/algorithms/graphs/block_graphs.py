@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -78,7 +78,8 @@ class BlockGraphs:
 
         Raises:
             RuntimeError: the forward pass cannot be captured.
-            ValueError: it needs gradients of something that is neither an argument nor a parameter of the module.
+            ValueError: it needs gradients of something that is neither an argument nor a parameter of the module, or
+                replaces a buffer.
         """
         self.forward = forward
         self.call = call
@@ -91,8 +92,10 @@ class BlockGraphs:
         self.forward_graph = DeviceGraph(memory.pool)
         with for_graph():
             self._warm_up(module)
+            before = dict(module.named_buffers())
             with call.autocast(), self.forward_graph.capture():
                 self.recorded = self._forward()
+        check_buffers(before, dict(module.named_buffers()))
         self.outputs = [output.detach() for output in self.recorded.tensors]
         self.follows = [output.requires_grad for output in self.recorded.tensors]
         self.backward_graph: DeviceGraph | None = None
@@ -248,6 +251,17 @@ def add_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor
         # These are called when a gradient is complete, which only autograd does by itself.
         for hook in (parameter._post_accumulate_grad_hooks or {}).values():
             hook(parameter)
+
+
+def check_buffers(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+    """Find buffers that a pass replaces by others. A graph would read the first one each time.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for name, buffer in before.items():
+        if after.get(name) is not buffer:
+            raise ValueError(f"each call puts another tensor in the place of its buffer {name}; write into it by copy_")
 
 
 def check_sources(outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:

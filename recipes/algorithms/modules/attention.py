@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0, XFormersAttnProcessor
+from diffusers.models.attention_processor import (
+    Attention,
+    AttnProcessor,
+    AttnProcessor2_0,
+    SlicedAttnProcessor,
+    XFormersAttnProcessor,
+)
 from torch import nn
 
 from data.system.log import log
@@ -19,10 +25,14 @@ KERNELS = {"xformers": xformers, "sdpa": sdpa, "flash": flash}
 PROCESSORS = {
     "xformers": XFormersAttnProcessor, "sdpa": AttnProcessor2_0, "flash": FlashProcessor, "eager": AttnProcessor,
 }  # fmt: skip
+# They compute the same, so one may take the place of another. A processor of a model's own may compute something else.
+ALIKE = (AttentionOnViews, SlicedAttnProcessor, *PROCESSORS.values())
 
 
 def use_attention(module: nn.Module, implementation: Implementation, on_gpu: bool) -> tuple[int, str]:
-    """Set the implementation of every attention block; returns the number of blocks and the implementation chosen.
+    """Set the implementation of attention blocks; returns the number of blocks and the implementation chosen.
+
+    Blocks with a processor of another kind, such as one of the model's own, keep it.
 
     Args:
         module: a model with attention blocks of diffusers.
@@ -31,11 +41,13 @@ def use_attention(module: nn.Module, implementation: Implementation, on_gpu: boo
         on_gpu: whether the module will run on a GPU.
 
     Raises:
-        ValueError: the model has no attention block.
+        ValueError: the model has no such attention block.
     """
-    blocks = [block for block in module.modules() if isinstance(block, Attention)]
+    every = [block for block in module.modules() if isinstance(block, Attention)]
+    blocks = [block for block in every if type(block.processor) in ALIKE]
     if not blocks:
-        raise ValueError("attention: the model has no diffusers attention block to change; remove the lever")
+        own = f", {len(every)} with processors such as {type(every[0].processor).__name__}" if every else ""
+        raise ValueError(f"attention: the model has no diffusers attention block to change{own}; remove the lever")
     if implementation == "auto":
         implementation = "sdpa" if why_not_xformers(on_gpu) else "xformers"
     for block in blocks:

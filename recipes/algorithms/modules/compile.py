@@ -215,7 +215,8 @@ class Compile(Lever):
             )
 
     def _parts(self) -> list[nn.Module]:
-        return self.task.networks() if self.whole else list(self.task.blocks())
+        # A model that calls a block several times may name it as often.
+        return list(dict.fromkeys(self.task.networks() if self.whole else self.task.blocks()))
 
     def compile(self, run: Run) -> None:
         """See `Lever.compile`: everything that changes modules has run, wherever the recipe names this lever."""

@@ -104,6 +104,8 @@ class Fp8Linear(nn.Linear):
         """(..., K) -> (..., N)."""
         if not (self.training and torch.is_grad_enabled()):
             return super().forward(x)
+        if x.ndim == 1:
+            return self(x[None])[0]
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         rows = x.flatten(0, -2)

@@ -28,6 +28,8 @@ def _lowered(*tensors: Tensor | None) -> list[Tensor | None] | None:
 class LowPrecisionGroupNorm(nn.GroupNorm):
     """Input and output have the dtype of autocast; PyTorch's kernels still accumulate in 32 bits."""
 
+    is_group_norm = True  # for the fused one, which computes in 32 bits
+
     def forward(self, x: Tensor) -> Tensor:
         lowered = _lowered(x, self.weight, self.bias)
         if lowered is None:

@@ -63,7 +63,9 @@ class AttentionOnViews:
         temb: Tensor | None = None,
     ) -> Tensor:
         """The block's result for (B, S, C), or (B, C, h, w), and a text (B, L, E), if there is one."""
-        assert attention_mask is None
+        if attention_mask is not None:  # as a model of one's own may have
+            masked = FlashProcessor() if self.kernel is flash else AttnProcessor2_0()
+            return masked(attn, hidden_states, encoder_hidden_states, attention_mask, temb)
         x = hidden_states
         if attn.group_norm is not None:
             x = attn.group_norm(x) if x.ndim == 4 else attn.group_norm(x.transpose(1, 2)).transpose(1, 2)

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recipes.models.blocks.attention import AttentionOnViews
+from recipes.models.blocks.lean import LeanResnetBlock
 from recipes.models.kernels.fused_norm import FusedGroupNorm, fuse
+
+# Of the blocks whose norms are known.
+FORWARDS = (
+    ResnetBlock2D.forward, LeanResnetBlock.forward, UNet2DConditionModel.forward, Encoder.forward, Decoder.forward,
+    Transformer2DModel.forward, Attention.forward,
+)  # fmt: skip
 
 
 class SiLUOfEmbedding(nn.Module):
@@ -61,6 +68,8 @@ def check_norms(module: nn.Module) -> None:
 def _norms(block: nn.Module) -> list[tuple[str, bool]]:
     """(name, whether SiLU follows) of each norm to fuse that is a direct child of a block."""
     found: list[tuple[str, bool]] = []
+    if type(block).forward not in FORWARDS:  # of a class of one's own, which may do something else with its norms
+        return []
     if isinstance(block, ResnetBlock2D):  # with "scale_shift" the timestep comes between norm and activation
         if block.time_embedding_norm != "scale_shift" and isinstance(block.nonlinearity, nn.SiLU):
             found = [("norm1", True), ("norm2", True)]
@@ -71,8 +80,13 @@ def _norms(block: nn.Module) -> list[tuple[str, bool]]:
         found = [("norm", False)]
     elif isinstance(block, Attention) and isinstance(block.processor, AttentionOnViews):  # diffusers' flatten pictures
         found = [("group_norm", False)]
-    return [
-        (name, silu)
-        for name, silu in found
-        if isinstance(norm := getattr(block, name, None), nn.GroupNorm) and not isinstance(norm, FusedGroupNorm)
-    ]
+    norms = [(getattr(block, name, None), name, silu) for name, silu in found]
+    if not all(_is_plain(norm) for norm, _, _ in norms if norm is not None):  # one may lean on the activation of both
+        return []
+    return [(name, silu) for norm, name, silu in norms if norm is not None and not isinstance(norm, FusedGroupNorm)]
+
+
+def _is_plain(norm: nn.Module) -> bool:
+    """Whether a norm computes what nn.GroupNorm does, which a norm of one's own need not do."""
+    group_norm = isinstance(norm, nn.GroupNorm) and norm.affine
+    return group_norm and (type(norm).forward is nn.GroupNorm.forward or getattr(norm, "is_group_norm", False))

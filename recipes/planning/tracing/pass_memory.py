@@ -155,13 +155,16 @@ def _as_on_a_gpu() -> Iterator[None]:
 @contextmanager
 def _recomputing(task: Task, recomputed: bool) -> Iterator[None]:
     """A context in which blocks are computed again in the backward pass."""
-    blocks = task.recomputed_blocks() if recomputed else []
+    blocks = list(dict.fromkeys(task.recomputed_blocks())) if recomputed else []
+    before = [vars(block).get("forward") for block in blocks]
     recompute(blocks)
     try:
         yield
     finally:
-        for block in blocks:
+        for block, forward in zip(blocks, before, strict=True):
             del block.forward
+            if forward is not None:
+                block.forward = forward
 
 
 class _Recorder(TorchDispatchMode):

@@ -300,6 +300,7 @@ def test_a_picture_whose_orientation_lacks_memory_is_not_taken_as_it_lies(monkey
         (np.zeros((4, 4, 3), np.float32), "returns the image float32 (4, 4, 3) instead of an array uint8"),
         (np.zeros((4, 4), np.uint8), "returns the image uint8 (4, 4) instead of an array uint8"),
         (Image.new("RGB", (4, 4)), "returns the image a value of type Image instead of an array uint8"),
+        (DecodedSample("k", np.zeros((4, 4, 3), np.uint8), "\ud800", (4, 4)), "returns the caption '\\ud800', which"),
     ],
 )
 def test_what_a_filter_returns_is_checked(found, message):
@@ -318,6 +319,8 @@ def test_what_a_filter_makes_of_a_caption_is_checked():
     assert judged(SimpleNamespace(caption=lambda sample: reason), sample) == reason
     with pytest.raises(WrongResult, match=re.escape("SimpleNamespace.caption() of the sample 'k' returns False")):
         judged(SimpleNamespace(caption=lambda sample: False), sample)
+    with pytest.raises(WrongResult, match="of the sample 'k' returns .*, which is no text; drop its lone surrogates"):
+        judged(SimpleNamespace(caption=lambda sample: "\ud800"), sample)
 
 
 @pytest.mark.parametrize("error", [KeyError("aesthetics"), ValueError("mine: a score of 11")])

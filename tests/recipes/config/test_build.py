@@ -13,6 +13,7 @@ from recipes.config.build import build, build_on_meta, encoders_of, located
 from recipes.config.schema import Component
 from recipes.models.latent_diffusion.ddpm import DDPM
 from recipes.models.latent_diffusion.unet import UNet
+from recipes.models.task import Task
 
 
 def component(group, name, target, **args):
@@ -106,6 +107,32 @@ def test_exports_would_open_what_has_the_name_of_another_as_that(monkeypatch, gr
 def test_a_preset_of_another_component():
     found = build(component("objective", "mine.small", f"{__name__}:small_ddpm", steps=20))
     assert type(found) is DDPM and found.name == "ddpm" and found.schedule.steps == 20
+
+
+class Lazy(Task):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.LazyLinear(3)
+
+
+class Reading(Task):
+    def __init__(self):
+        super().__init__()
+        self.rates = torch.linspace(0, 0.1, 4).tolist()
+
+
+@pytest.mark.parametrize(
+    ("model", "on_meta", "said"),
+    [
+        (Lazy, False, "^model: the size of layer.weight of Lazy .* is not known before the first batch; use a layer"),
+        (Lazy, True, "^model: the size of layer.weight of Lazy"),
+        (Reading, True, "^model: .*:Reading cannot be built on PyTorch's meta device.*test_build.py, line .*device="),
+    ],
+)
+def test_models_that_cannot_be_counted_or_built_without_values(model, on_meta, said):
+    """They were tracebacks of dry runs, and a model of lazy layers of every run."""
+    with pytest.raises(ValueError, match=said):
+        (build_on_meta if on_meta else build)(component("model", "own", f"{__name__}:{model.__name__}"))
 
 
 def test_meta_takes_no_memory():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from data.cost import Cost, Plan, all_reduce_bytes, count_text, size_text, with_cost
+from data.cost import Cost, Files, Plan, all_reduce_bytes, count_text, size_text, with_cost
 from recipes.config.values import Component
 from recipes.planning.costs import Costs, cost_of
 
@@ -47,6 +47,33 @@ def test_defaults_are_filled_in():
 
 def test_a_component_that_says_nothing_costs_nothing():
     assert ask("w") == Cost()
+
+
+class Method:
+    def __init__(self, *, anything: int = 1) -> None:
+        """A component with a method of this name."""
+
+    def cost(self, samples, rate):
+        return samples * rate
+
+
+@pytest.mark.parametrize(
+    ("cost", "said"),
+    [
+        (5, "cost of without returns an instance of int instead of a Cost"),
+        (Cost(lines="one line"), "cost of without returns a Cost whose lines is an instance of str"),
+        (Cost(files=("1ba", "a file", "here")), "cost of without returns a Cost whose files is an instance of tuple"),
+        (Cost(files=Files(every=5, what="", folder="here")), "cost of without returns a Cost whose files.every is 5"),
+        (None, "`cost` of Method is no class method that takes `args` and `plan`"),
+    ],
+)
+def test_what_is_no_cost_is_said(cost, said, monkeypatch):
+    """Dry runs ended with a traceback, or printed a text letter by letter."""
+
+    monkeypatch.setattr(without, "cost", lambda args, plan: cost, raising=False)
+    name = "Method" if cost is None else "without"
+    with pytest.raises(ValueError, match=f"^algorithms.own: {said}"):
+        cost_of(Component("algorithm", "own", {}, f"{__name__}:{name}", "algorithms.own"), PLAN)
 
 
 def test_sums():

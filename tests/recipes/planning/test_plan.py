@@ -75,6 +75,13 @@ def test_any_number_of_samples_follows_from_two(recipe, planner):
     assert sum(o.flops for o in line.backward) == sum(o.flops for o in direct.backward)
 
 
+def test_a_model_whose_operations_depend_on_values_is_said(recipe, monkeypatch):
+    target = "recipes.models.latent_diffusion.task.LatentDiffusion.forward"
+    monkeypatch.setattr(target, lambda self, batch: batch["latents"].sum().item())
+    with pytest.raises(ValueError, match="^model: the operations of UNet depend on values .*test_plan.py, line"):
+        Planner(recipe)
+
+
 def test_the_batches_of_data_of_your_own_are_not_known(recipe, planner):
     own = dataclasses.replace(recipe, data=Component("data", "mine.random", {"count": 64}, "mine:random", "data"))
     with pytest.raises(ValueError, match="^data.name: plan.py knows the batches of latents, not those of mine.random"):

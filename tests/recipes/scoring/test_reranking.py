@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from data.system.errors import WrongResult
 from data.tokenizers.clip_library import open_clip
 from recipes.scoring import reranking
 
@@ -52,6 +53,23 @@ def test_the_best_of_each_caption(keep, at_once, monkeypatch):
 def test_without_a_reranker_all_are_kept():
     images, captions = reranking.draw_best(generate, list("ab"), 3, None, candidates=2, keep=2)
     assert captions == list("aabb") and images[:, 0, 0, 1].tolist() == [3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("reranker", [None, Scores()])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda images: images[:-1],
+        lambda images: images / np.float32(255),
+        lambda images: images.transpose(0, 3, 1, 2).repeat(2, axis=3),
+        lambda images: torch.from_numpy(images),
+        lambda images: images[..., 0],
+    ],
+)
+def test_what_is_no_image_per_caption_is_an_error(change, reranker):
+    """Of a family of one's own: figures were those of fewer images, or of images that are nearly black."""
+    with pytest.raises(WrongResult, match="generate.. of the pipeline returns an .* for 4 captions; return an array"):
+        reranking.draw_best(lambda *a, **k: change(generate(*a, **k)), list("ab"), 3, reranker, 2, 2)
 
 
 def test_the_key_that_names_the_model_is_in_messages(tmp_path):

@@ -271,6 +271,18 @@ class TiedOutside(Net):
         self.inner[2].one.weight = self.last.weight
 
 
+class Replacing(Net):
+    """A block whose statistics are another tensor after each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner[1].forward = self._replace
+
+    def _replace(self, x, context, *args, **more):
+        self.inner[1].calls = self.inner[1].calls + 1
+        return Block.forward(self.inner[1], x, context, *args, **more)
+
+
 class Reading(Net):
     """A block that makes what follows depend on its values."""
 
@@ -290,6 +302,7 @@ class Reading(Net):
         (Around, "nothing was captured, as Block ran without being called through its forward; set whole: true"),
         (Tied, "inner.0.one.weight and inner.2.one.weight are one parameter of .*; capture them .* whole: true"),
         (TiedOutside, "last.weight and inner.2.one.weight are one parameter of modules that are captured apart"),
+        (Replacing, "Block cannot be captured: each call puts another tensor in the place of its buffer calls; write"),
         (Reading, "Block cannot be captured: operation not permitted when stream is capturing; remove the lever"),
     ],
 )

@@ -62,6 +62,32 @@ def test_auto_is_sdpa_without_a_gpu(network):
     assert processors(network) == {AttentionOnViews}
 
 
+class Doubled(AttnProcessor2_0):
+    """As a model of one's own may have."""
+
+    def __call__(self, *arguments, **options):
+        return 2 * super().__call__(*arguments, **options)
+
+
+def test_processors_of_ones_own_stay():
+    """They were replaced without a word, and the model computed something else."""
+    blocks = torch.nn.ModuleList(Attention(16, heads=2, dim_head=8) for _ in range(2))
+    blocks[0].set_processor(Doubled())
+    assert use_attention(blocks, "sdpa", on_gpu=False) == (1, "sdpa")
+    assert [type(block.processor) for block in blocks] == [Doubled, AttentionOnViews]
+    with pytest.raises(ValueError, match="no diffusers attention block to change, 1 with processors such as Doubled;"):
+        use_attention(blocks[:1], "sdpa", on_gpu=False)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "flash", "eager"])
+def test_masks_are_kept(name):
+    block, x = Attention(16, heads=2, dim_head=8), torch.randn(2, 5, 16)
+    mask = torch.randn(2, 1, 5)
+    expected = block(x, attention_mask=mask)
+    use_attention(block, name, on_gpu=False)
+    torch.testing.assert_close(block(x, attention_mask=mask), expected)
+
+
 @pytest.mark.parametrize("picture", [False, True])
 @pytest.mark.parametrize("text", [None, 24])
 @pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])

@@ -243,6 +243,22 @@ def test_with_activations_that_are_computed_again():
     torch.testing.assert_close(weights(both), weights(plain), rtol=1e-5, atol=1e-6)
 
 
+class Repeated(Deep):
+    """Calls one block three times, and names it as often."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(*[self.net[0]] * 3)
+
+
+def test_a_block_that_is_named_several_times_is_compiled_once():
+    compiled = Compile(None, backend="aot_eager")
+    _, task = train(compiled, task=Repeated())
+    _, plain = train(task=Repeated())
+    assert len(compiled.forwards) == 1
+    torch.testing.assert_close(weights(task), weights(plain), rtol=1e-5, atol=1e-6)
+
+
 def test_room_for_each_block_in_two_sizes():
     with torch._dynamo.config.patch(recompile_limit=8):
         compile_forwards([nn.Linear(2, 2) for _ in range(20)], {})

@@ -114,6 +114,11 @@ def test_dtypes_and_numbers_of_rows_under_autocast(rows, dtype):
     assert fast.weight.grad.dtype == fast.bias.grad.dtype == torch.float32
 
 
+def test_one_vector_is_a_row():
+    _, fast, x, _ = linear(1)
+    torch.testing.assert_close(fast(x[0]), fast(x)[0], rtol=0, atol=0)
+
+
 def test_without_gradients_it_is_an_ordinary_layer():
     layer, fast, x, _ = linear()
     with torch.no_grad():

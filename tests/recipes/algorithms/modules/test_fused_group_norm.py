@@ -5,7 +5,9 @@ import copy
 import pytest
 import torch
 from diffusers import AutoencoderKL
+from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
+from torch.nn import functional as F
 
 from recipes.algorithms.modules import fused_group_norm
 from recipes.algorithms.modules.fused_group_norm import FusedGroupNorms, fuse_group_norms
@@ -37,6 +39,34 @@ def test_every_norm_of_a_unet_and_off_the_gpu_the_same_result():
     assert all(one is other for one, other in zip(fused.parameters(), parameters, strict=True))
     inputs = batch()
     assert torch.equal(fused(*inputs), plain(*inputs))
+
+
+class OwnBlock(ResnetBlock2D):
+    """Has an activation of its own after its norms."""
+
+    def forward(self, x, temb):
+        return x + self.conv2(F.silu(self.norm2(self.conv1(F.silu(self.norm1(x))))))
+
+
+class OwnNorm(nn.GroupNorm):
+    def forward(self, x):
+        return super().forward(x - x.mean())
+
+
+def test_blocks_and_norms_of_ones_own_stay():
+    """SiLU was applied twice, and the kernel took the place of another norm."""
+    torch.manual_seed(0)
+    sizes = {"in_channels": 8, "temb_channels": None, "groups": 4}
+    own, plain, mixed, without = OwnBlock(**sizes), *(ResnetBlock2D(**sizes) for _ in range(3))
+    mixed.norm1 = OwnNorm(4, 8)
+    without.norm2 = nn.GroupNorm(4, 8, affine=False)
+    blocks = nn.ModuleList([own, plain, mixed, without])
+    x = torch.randn(2, 8, 4, 4)
+    before = [block(x, None) for block in blocks]
+    assert fuse_group_norms(blocks, measured=False) == 2
+    assert isinstance(plain.norm1, FusedGroupNorm) and type(mixed.norm1) is OwnNorm
+    for block, expected in zip(blocks, before, strict=True):
+        torch.testing.assert_close(block(x, None), expected)
 
 
 def test_on_the_meta_device():

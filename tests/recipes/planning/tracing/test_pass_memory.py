@@ -1,5 +1,6 @@
 """The memory of passes against sums by hand, and lines against passes of other numbers of samples."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,25 @@ def test_recomputed_activations_are_there_in_the_backward_pass_only():
     deep = Deep(8)  # each block keeps 8 values per sample in place of 80
     plain, again = (max(i.highest for i in follow(deep, batch(N), way)) for way in (False, True))
     assert again < plain / 2
+
+
+class Repeated(Layers):
+    """Names a block twice, which has a forward of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first.forward = partial(nn.Sequential.forward, self.first)
+
+    def recomputed_blocks(self):
+        return [self.first, self.first]
+
+
+def test_forwards_of_blocks_are_as_they_were():
+    with torch.device("meta"):
+        task = Repeated().to(torch.bfloat16)
+    before = task.first.forward
+    follow(task, batch(N), recomputed=True)
+    assert task.first.forward is before
 
 
 class Deep(nn.Module):
