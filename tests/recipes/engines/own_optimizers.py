@@ -128,6 +128,16 @@ def by_names(parameters: Iterable[nn.Parameter], task: nn.Module, *, lr: float) 
     return torch.optim.SGD([{"params": [parameter]} for _, parameter in task.named_parameters()], lr=lr)
 
 
+def by_part(parameters: Iterable[nn.Parameter], task: nn.Module, *, lr: float) -> Optimizer:
+    """
+    Args:
+        lr: peak learning rate; the first parameter of the model has a tenth of it.
+    """
+    first = next(iter(task.parameters()))
+    rest = [parameter for parameter in parameters if parameter is not first]
+    return torch.optim.SGD([{"params": rest}, {"params": [first], "lr": lr / 10}], lr=lr)
+
+
 def adafactor(parameters: Iterable[nn.Parameter], *, lr: float) -> Optimizer:
     """
     Args:
