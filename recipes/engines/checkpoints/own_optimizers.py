@@ -60,6 +60,8 @@ def keep_formats(optimizer: Optimizer) -> None:
 
 
 def _as_saved(loaded: Any, saved: Any) -> Any:
+    if isinstance(saved, str):  # of which PyTorch makes the text of a generator
+        return saved
     cast = isinstance(loaded, Tensor) and isinstance(saved, Tensor) and loaded.dtype != saved.dtype
     return saved.to(loaded.device) if cast else loaded
 
