@@ -191,7 +191,8 @@ def check_loader(loading: Loading, recipe: Recipe, engine: str) -> None:
             "from_beginning, which Composer gives; define state_dict and load_state_dict in a subclass of DataLoader "
             "(data/loading.py)"
         )
-    divides = isinstance(loader.dataset, IterableDataset) or isinstance(loader.sampler, DistributedSampler)
+    samplers = (loader.sampler, loader.batch_sampler)
+    divides = isinstance(loader.dataset, IterableDataset) or any(isinstance(s, DistributedSampler) for s in samplers)
     if world_size() > 1 and not divides:
         raise ValueError(
             f"data: the loader of {name} has no state_dict and load_state_dict, and Composer cannot see that its ranks "

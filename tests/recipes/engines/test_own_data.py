@@ -142,6 +142,11 @@ class PositionedLoader(DataLoader):
         self.loaded = state
 
 
+class DistributedBatches(DistributedSampler):
+    def __iter__(self):
+        yield from ([index] for index in super().__iter__())
+
+
 def test_composer_takes_the_position_of_a_data_set_only_if_it_gives_it_to_composer(monkeypatch):
     """Composer gives it two arguments: it was a TypeError when the first checkpoint was due."""
     loader = PositionedLoader(Positioned())
@@ -154,8 +159,8 @@ def test_composer_takes_the_position_of_a_data_set_only_if_it_gives_it_to_compos
     with pytest.raises(ValueError, match=r"^data: state_dict of Positioned \(my.data\) does not take num_samples and"):
         check_loader(Loading(DataLoader(Positioned())), recipe, "composer")
     monkeypatch.setattr(check_classes, "world_size", lambda: 2)
-    for divides in (Stream(), [1, 2]):
-        given = DataLoader(divides, sampler=DistributedSampler([1, 2], 2, 0) if divides == [1, 2] else None)
+    sampler, batches = (kind([1, 2], 2, 0) for kind in (DistributedSampler, DistributedBatches))
+    for given in (DataLoader(Stream()), DataLoader([1, 2], sampler=sampler), DataLoader([1, 2], batch_sampler=batches)):
         check_loader(Loading(given), recipe, "composer")
     with pytest.raises(
         ValueError, match=r"^data: the loader of my.data has no state_dict and load_state_dict, and Comp"
