@@ -130,15 +130,20 @@ def check_kept(
                 "would not hold it; let both have one `state`"
             )
     loadable(f"optimizer: {kind.__name__}", {"groups": _options(optimizer)})
-    _check_keys(optimizer)
+    if kind.state_dict is torch.optim.Optimizer.state_dict:
+        _check_keys(optimizer)
     told = False
 
     def first_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         nonlocal told
         if not told:
             told = True
-            _check_keys(optimizer)
-            states = [dict(state) for state in optimizer.state.values()]
+            found = optimizer.state
+            if kind.state_dict is torch.optim.Optimizer.state_dict:
+                _check_keys(optimizer)
+            else:  # one of its own may leave out what can be computed again
+                found = optimizer.state_dict()["state"]
+            states = [dict(state) for state in found.values()]
             loadable(f"optimizer: {kind.__name__}", {"state": states, "groups": _options(optimizer)})
 
     optimizer.register_step_post_hook(first_step)
