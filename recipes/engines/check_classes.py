@@ -134,13 +134,14 @@ def check_kept(
     for name, value in vars(optimizer).items():
         parts = value if isinstance(value, list) else [value]
         apart = any(isinstance(part, torch.optim.Optimizer) and part.state is not optimizer.state for part in parts)
-        if apart and kind.state_dict is torch.optim.Optimizer.state_dict:
+        if apart and _has_plain_state(optimizer):
             raise ValueError(
                 f"optimizer: {kind.__name__} ({kind.__module__}) keeps the state of its {name} apart, and checkpoints "
                 "would not hold it; let both have one `state`"
             )
     loadable(f"optimizer: {kind.__name__}", {"groups": _options(optimizer)})
-    _check_keys(optimizer)
+    if _has_plain_state(optimizer):
+        _check_keys(optimizer)
 
 
 def check_first_step(optimizer: torch.optim.Optimizer, task: nn.Module, saved: bool) -> None:
@@ -169,11 +170,20 @@ def check_first_step(optimizer: torch.optim.Optimizer, task: nn.Module, saved: b
                 "parameters in the constructor"
             )
         if saved:
-            _check_keys(optimizer)
-            states = [dict(state) for state in optimizer.state.values()]
+            found = optimizer.state
+            if _has_plain_state(optimizer):
+                _check_keys(optimizer)
+            else:  # one of its own may leave out what can be computed again
+                found = optimizer.state_dict()["state"]
+            states = [dict(state) for state in found.values()]
             loadable(f"optimizer: {type(optimizer).__name__}", {"state": states, "groups": _options(optimizer)})
 
     optimizer.register_step_post_hook(first_step)
+
+
+def _has_plain_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether checkpoints hold all of `state`, as those of PyTorch's optimizers do."""
+    return type(optimizer).state_dict is torch.optim.Optimizer.state_dict
 
 
 def _left_out(optimizer: torch.optim.Optimizer, trained: Mapping[str, nn.Parameter]) -> str:
@@ -231,7 +241,8 @@ def check_loader(loading: Loading, recipe: Recipe, engine: str) -> None:
             "from_beginning, which Composer gives; define state_dict and load_state_dict in a subclass of DataLoader "
             "(data/loading.py)"
         )
-    divides = isinstance(loader.dataset, IterableDataset) or isinstance(loader.sampler, DistributedSampler)
+    samplers = (loader.sampler, loader.batch_sampler)
+    divides = isinstance(loader.dataset, IterableDataset) or any(isinstance(s, DistributedSampler) for s in samplers)
     if world_size() > 1 and not divides:
         raise ValueError(
             f"data: the loader of {name} has no state_dict and load_state_dict, and Composer cannot see that its ranks "

@@ -70,5 +70,5 @@ def epoch_batches(loading: Loading) -> int | None:
     """Number of batches per epoch, on each rank; None if the data has no known end."""
     try:
         return len(loading.loader)
-    except TypeError:  # an iterable without a length
+    except (TypeError, NotImplementedError):  # an iterable without a length
         return None

@@ -137,9 +137,10 @@ def _new_run(recipe: Recipe, place: Place, task: Task, devices: Devices, epoch_b
     optimizer = build(recipe.optimizer, parameters=list(stand_ins.values()), task=task)
     check_step(optimizer)
     taken = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    by_name = any(id(p) in taken for p in own.values())  # it takes the parameters of the task itself
+    # It may take some or all parameters of the task itself, as for groups by their names.
+    trained = {name: p if id(p) in taken else stand_ins[name] for name, p in own.items()}
     divided = devices.world > 1 and (recipe.training.fsdp is not None or devices.tensor > 1)
-    check_kept(optimizer, own if by_name else stand_ins, keeps(recipe), divided)
+    check_kept(optimizer, trained, keeps(recipe), divided)
     run = MetaRun(task, place.precision, optimizer, Clock(0, 0, 0, recipe.training.duration, epoch_batches))
     run.on_cpu = not place.use_gpu
     return run

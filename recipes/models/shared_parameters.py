@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 
-def shared_across(model: nn.Module, parts: Sequence[nn.Module]) -> Iterator[tuple[nn.Parameter, str]]:
+def shared_across(model: nn.Module, parts: Sequence[nn.Module]) -> Iterator[tuple[nn.Parameter, list[str]]]:
     """Parameters that one of the parts shares with another part, or with the rest of the model.
 
     Args:
@@ -15,7 +15,7 @@ def shared_across(model: nn.Module, parts: Sequence[nn.Module]) -> Iterator[tupl
         parts: modules of it.
 
     Yields:
-        Each such parameter once, with its names in the model, as a text for messages.
+        Each such parameter once, with its names in the model: one alone if a part lies in another part.
     """
     owners: dict[int, set[int]] = {}  # by the id of a parameter
     for number, part in enumerate(parts):
@@ -28,4 +28,4 @@ def shared_across(model: nn.Module, parts: Sequence[nn.Module]) -> Iterator[tupl
     for parameter in model.parameters():
         if len(owners[id(parameter)]) > 1:
             every = model.named_parameters(remove_duplicate=False)
-            yield parameter, " and ".join(name for name, other in every if other is parameter)
+            yield parameter, [name for name, other in every if other is parameter]

@@ -163,6 +163,6 @@ def check_shared(task: nn.Module, captured: Sequence[nn.Module]) -> None:
     for parameter, names in shared_across(task, captured):
         if parameter.requires_grad:
             raise ValueError(
-                f"cuda_graphs: {names} are one parameter of modules that are captured apart; capture them together "
-                "with whole: true, or remove the lever"
+                f"cuda_graphs: {' and '.join(names)} are one parameter of modules that are captured apart; capture "
+                "them together with whole: true, or remove the lever"
             )

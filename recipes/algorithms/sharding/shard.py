@@ -136,16 +136,27 @@ def check_shardable(task: nn.Module, *, by_block: bool) -> None:
         by_block: whether each of its blocks is to be a unit.
 
     Raises:
-        ValueError: `by_block` is True, and the task names no blocks, or a block shares a parameter with another part of
-            the task; or a parameter has no dimensions, or a trained one no elements.
+        ValueError: `by_block` is True, and the task names no blocks, or one that is sharded already by then, or a block
+            shares a parameter with another part of the task; or a parameter has no dimensions, or a trained one no
+            elements.
     """
     if by_block and not task.blocks():
         raise ValueError("fsdp: the model names no blocks to shard one by one; set training.fsdp.wrap to model")
-    for _, names in shared_across(task, task.blocks()) if by_block else ():
-        raise ValueError(
-            f"fsdp: {names} are one parameter, which would become several where blocks are sharded one by one; set "
-            "training.fsdp.wrap to model"
-        )
+    for number, block in enumerate(task.blocks() if by_block else ()):
+        inside = set(block.modules())
+        if any(other in inside for other in task.blocks()[number + 1 :]):
+            raise ValueError(
+                f"fsdp: the model names a block {type(block).__name__} twice, or one that lies inside of it after it; "
+                "name each once, and inner ones first, or set training.fsdp.wrap to model"
+            )
+    for parameter, names in shared_across(task, task.blocks()) if by_block else ():
+        owners = {task.get_submodule(name.rpartition(".")[0]) for name in names}
+        copied = not parameter.requires_grad and len(owners) == len(names)  # several, but they stay equal
+        if len(names) > 1 and not copied:  # one alone is of a block within a block
+            raise ValueError(
+                f"fsdp: {' and '.join(names)} are one parameter, which would become several where blocks are sharded "
+                "one by one; set training.fsdp.wrap to model"
+            )
     for name, parameter in task.named_parameters():
         if parameter.ndim == 0:
             raise ValueError(

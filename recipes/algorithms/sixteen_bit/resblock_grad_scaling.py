@@ -79,11 +79,12 @@ class ResblockGradScaling(Lever):
                 + "; it is for models whose blocks are x + branch(x)"
             )
         self.branches: list[nn.Module] = [block.branch for block in blocks]
-        for _, names in shared_across(task, self.branches):
-            raise ValueError(
-                f"resblock_grad_scaling: {names} are one parameter, whose gradient would be a sum of gradients with "
-                "different scales; remove the lever, or give each block its own parameters"
-            )
+        for parameter, names in shared_across(task, self.branches):
+            if parameter.requires_grad:
+                raise ValueError(
+                    f"resblock_grad_scaling: {' and '.join(names)} are one parameter, whose gradient would be a sum of "
+                    "gradients with different scales; remove the lever, or give each block its own parameters"
+                )
         self.parameters: list[list[nn.Parameter]] = []  # of each branch, once the model is sharded
         self.matrices = block_matrices(task, "resblock_grad_scaling") if weights == "fp16" else None
         self.scales = Scales.new(len(blocks), start)

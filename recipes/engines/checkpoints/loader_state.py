@@ -6,7 +6,10 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from recipes.engines.checkpoints.plain_pickles import loadable
 from recipes.training.ranks import world_size
@@ -38,9 +41,14 @@ def kept(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A state with lists in the place of tensors and arrays, and its keys in one order."""
+    """A state with digests in the place of tensors and arrays, such as an order of all samples, of which lists would
+    take many times the memory; its keys, and values of sets, in one order, which is another one in each process."""
     if isinstance(value, Mapping):
         return sorted(((str(key), _plain(item)) for key, item in value.items()), key=lambda item: item[0])
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, set):
+        return sorted(map(repr, value))
+    if isinstance(value, Tensor):
+        value = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return hashlib.sha256(value.tobytes()).hexdigest() if isinstance(value, np.ndarray) else value

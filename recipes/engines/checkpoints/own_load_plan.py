@@ -17,12 +17,22 @@ class OwnLoadPlan(DefaultLoadPlanner):
     and a model of 12 billion parameters these are gigabytes, for which the other ranks wait in a collective.
     """
 
+    def __init__(self, own: bool = True) -> None:
+        """
+        Args:
+            own: whether the optimizer is not PyTorch's, which make all states in their first step: others that a
+                checkpoint has are of settings that were changed, such as amsgrad.
+        """
+        super().__init__()
+        self._is_own = own
+
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         """Moments that the checkpoint lacks are not asked for. Raises as `check_all_asked`."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
-        check_all_asked(self.mappings, metadata)
+        if self._is_own:
+            check_all_asked(self.mappings, metadata)
         self.state_dict = without_missing(self.state_dict, self.mappings, metadata)
 
     def create_local_plan(self) -> LoadPlan:

@@ -60,6 +60,8 @@ def keep_formats(optimizer: Optimizer) -> None:
 
 
 def _as_saved(loaded: Any, saved: Any) -> Any:
+    if isinstance(saved, str):  # of which PyTorch makes the text of a generator
+        return saved
     cast = isinstance(loaded, Tensor) and isinstance(saved, Tensor) and loaded.dtype != saved.dtype
     return saved.to(loaded.device) if cast else loaded
 
@@ -72,10 +74,11 @@ def steps_of_nothing() -> Iterator[None]:
 
     @torch.no_grad()
     def changing_nothing(optimizer: Optimizer) -> None:
-        if optimizer.state or not is_own(optimizer):
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        has_gradients = any(parameter.grad is not None for parameter in parameters)  # PyTorch makes no step then
+        if optimizer.state or has_gradients or not is_own(optimizer):
             find_out(optimizer)
             return
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         weights = [parameter.detach().clone() for parameter in parameters]
         groups = [deepcopy({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
         find_out(optimizer)

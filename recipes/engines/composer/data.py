@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from composer.core import DataSpec
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from data.loading import Batch, Loading
@@ -68,9 +70,30 @@ def data_spec(loading: Loading, copies: int = 1, batch_in_epoch: Callable[[], in
         # With a generator of its own, as each iterator draws a number.
         batches = LoaderAsDataset(loader, batch_in_epoch or (lambda: 0))
         loader = DataLoader(batches, batch_size=None, generator=torch.Generator())
+    # The first tensor of the microbatch that `on_device` has made, and its samples. It does not keep it in memory.
+    last: list[tuple[weakref.ref[Tensor], int]] = []
+
+    def on_device(batch: Batch) -> Batch:
+        samples = samples_of(batch)
+        made = loading.on_device(batch)
+        first = _first(made)
+        last[:] = [] if first is None else [(weakref.ref(first), samples)]
+        return made
+
+    def samples(batch: Batch) -> int | float:
+        """Composer also asks it of what `on_device` made, which may have entries for the microbatch as a whole."""
+        found = next((samples for first, samples in last if first() is _first(batch) is not None), None)
+        found = samples_of(batch) if found is None else found
+        return found if copies == 1 else found / copies
+
     return DataSpec(
         loader,
-        microbatch_transforms=loading.on_device,
+        microbatch_transforms=None if loading.on_device is None else on_device,
         split_batch=split,
-        get_num_samples_in_batch=samples_of if copies == 1 else lambda batch: samples_of(batch) / copies,
+        get_num_samples_in_batch=samples,
     )
+
+
+def _first(batch: Any) -> Tensor | None:
+    values = batch.values() if isinstance(batch, Mapping) else ()
+    return next((value for value in values if isinstance(value, Tensor)), None)

@@ -36,12 +36,13 @@ class LoadPlanner(OwnLoadPlan):
         levers: tensors by the names of levers, once they are read.
     """
 
-    def __init__(self, task: nn.Module) -> None:
+    def __init__(self, task: nn.Module, own: bool = True) -> None:
         """
         Args:
             task: to be sharded, before anything is loaded.
+            own: as of `OwnLoadPlan`.
         """
-        super().__init__()
+        super().__init__(own)
         self._task = task
         self.levers: State = {}
 

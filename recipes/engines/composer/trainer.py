@@ -31,7 +31,7 @@ from recipes.engines.checkpoints.files import CheckpointFiles
 from recipes.engines.checkpoints.further_names import loaded_under_each_name
 from recipes.engines.checkpoints.lazy import copy_moments
 from recipes.engines.checkpoints.legacy import upgraded
-from recipes.engines.checkpoints.own_optimizers import steps_of_nothing
+from recipes.engines.checkpoints.own_optimizers import is_own, steps_of_nothing
 from recipes.engines.checkpoints.plain_pickles import load_plain, plain_pickles
 from recipes.engines.checkpoints.same_model import saved_in
 from recipes.engines.composer.adapters import RunLevers, as_algorithms, callbacks_of, run_callback
@@ -249,7 +249,7 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts, optimizer: torch.opt
     if checkpoints.save:
         saver = WholeCheckpoints(files, at_intervals(checkpoints.every, CHECKPOINT), run)
     callbacks = by_names_of_states(parts.callbacks.items())
-    planner = LoadPlanner(parts.task)
+    planner = LoadPlanner(parts.task, is_own(optimizer))
     # Composer would look for the size in the loader, and one with a sampler of batches has none.
     microbatch = parts.microbatch or recipe.training.device_batch(dist.get_world_size())
     trainer = StepTrainer(

@@ -33,7 +33,7 @@ from recipes.engines.checkpoints.legacy import upgraded
 from recipes.engines.checkpoints.lever_states import LEVERS, forms, gathered, joined, kept_state, separated
 from recipes.engines.checkpoints.loader_state import kept
 from recipes.engines.checkpoints.own_load_plan import OwnLoadPlan
-from recipes.engines.checkpoints.own_optimizers import steps_of_nothing
+from recipes.engines.checkpoints.own_optimizers import is_own, steps_of_nothing
 from recipes.engines.checkpoints.plain_pickles import plain_pickles
 from recipes.engines.checkpoints.save_planner import save_sharded
 from recipes.engines.counts import Counts
@@ -167,7 +167,7 @@ class Checkpoints:
         with plain_pickles():
             reader = dcp.FileSystemReader(path)
             parts = self._tensors(full=False) | {LEVERS: forms(reader.read_metadata(), self._run.task)}
-            dcp.load(parts, storage_reader=reader, planner=OwnLoadPlan())
+            dcp.load(parts, storage_reader=reader, planner=OwnLoadPlan(is_own(self._run.optimizer)))
         return parts
 
     # --- saving --------------------------------------------------------------------------------

@@ -28,12 +28,15 @@ class OddStates(Optimizer):
                     state["mean"] = torch.zeros_like(p, dtype=torch.bfloat16)
                     state["count"] = torch.full_like(p, 2**24 + 1, dtype=torch.int64)  # no number of 32-bit floats
                     state |= {"seen": torch.zeros_like(p, dtype=torch.bool), "older": [torch.zeros_like(p)], "steps": 0}
+                    state |= {"modes": ["up", "down"], "none": None}
                 state["mean"].mul_(0.9).add_(p.grad.bfloat16(), alpha=0.1)
                 state["count"] += 2
                 state["seen"] |= p.grad > 1e-3
                 state["steps"] += 1
                 update = state["mean"].float() + state["older"][0] / state["steps"] + state["count"] % 2 * 1e-3
                 state["older"][0].copy_(p.grad)
+                state["modes"].reverse()
+                update += {"up": 1e-4, "down": -1e-4}[state["modes"][0]]
                 p.sub_(torch.where(state["seen"], update, update / 2), alpha=group["lr"])
 
 
@@ -126,6 +129,16 @@ def by_names(parameters: Iterable[nn.Parameter], task: nn.Module, *, lr: float) 
         lr: peak learning rate.
     """
     return torch.optim.SGD([{"params": [parameter]} for _, parameter in task.named_parameters()], lr=lr)
+
+
+def by_part(parameters: Iterable[nn.Parameter], task: nn.Module, *, lr: float) -> Optimizer:
+    """
+    Args:
+        lr: peak learning rate; the first parameter of the model has a tenth of it.
+    """
+    first = next(iter(task.parameters()))
+    rest = [parameter for parameter in parameters if parameter is not first]
+    return torch.optim.SGD([{"params": rest}, {"params": [first], "lr": lr / 10}], lr=lr)
 
 
 def adafactor(parameters: Iterable[nn.Parameter], *, lr: float) -> Optimizer:

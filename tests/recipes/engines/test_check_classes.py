@@ -1,5 +1,7 @@
 """Classes of callbacks and levers of which a run would call nothing."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -159,6 +161,31 @@ def test_a_state_that_is_not_loaded_from_checkpoints_is_found_at_the_first_step(
             with pytest.raises(ValueError, match="^optimizer: Odd: state_dict returns 'state' with a value"):
                 optimizer.step()
         optimizer.step()
+
+
+def test_what_a_state_dict_leaves_out_need_not_be_loaded():
+    """Its checkpoints were whole, as they hold what state_dict returns."""
+
+    class Cached(torch.optim.SGD):
+        kept = "momentum_buffer"
+
+        def step(self, closure=None):
+            self.state["cache"]["kind"] = self.state[self.param_groups[0]["params"][0]]["kind"] = Outer
+            super().step()
+
+        def state_dict(self):
+            state = self.state[self.param_groups[0]["params"][0]]
+            return {"state": {0: {self.kept: state.get(self.kept)}}, "param_groups": []}
+
+    task = torch.nn.Linear(2, 1, bias=False)
+    refused = pytest.raises(ValueError, match="^optimizer: Cached: state_dict returns 'state' with a value that is not")
+    for kept, found in (("momentum_buffer", nullcontext()), ("kind", refused)):
+        optimizer = Cached(task.parameters(), lr=1.0, momentum=0.9)
+        optimizer.kept = kept
+        check_classes.check_first_step(optimizer, task, saved=True)
+        task(torch.ones(1, 2)).sum().backward()
+        with found:
+            optimizer.step()
 
 
 def test_states_of_no_parameter_are_found_at_the_first_step():

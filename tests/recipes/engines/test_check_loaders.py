@@ -25,6 +25,11 @@ class OfLength(Stream):
         return self.length
 
 
+class Unknown(Stream):
+    def __len__(self):
+        raise NotImplementedError
+
+
 def of(length, batch=4, **options):
     return Loading(DataLoader(OfLength(length), batch_size=batch, **options))
 
@@ -66,6 +71,7 @@ def test_composer_is_given_the_lengths_that_it_needs():
     """It was a traceback of Composer's about eval_subset_num_batches."""
     stream, other = (Loading(DataLoader(Stream(), 4)) for _ in range(2))
     check(stream, other, "lightning", "2ep")
+    check(of(4), Loading(DataLoader(Unknown(), 4)), "lightning")  # it was an error of Python
     check(stream, of(4), "composer", "2ba")
     with pytest.raises(
         ValueError, match=r"^evals.val: the loader of my.data has no length, which Composer needs of val"

@@ -142,6 +142,11 @@ class PositionedLoader(DataLoader):
         self.loaded = state
 
 
+class DistributedBatches(DistributedSampler):
+    def __iter__(self):
+        yield from ([index] for index in super().__iter__())
+
+
 def test_composer_takes_the_position_of_a_data_set_only_if_it_gives_it_to_composer(monkeypatch):
     """Composer gives it two arguments: it was a TypeError when the first checkpoint was due."""
     loader = PositionedLoader(Positioned())
@@ -154,8 +159,8 @@ def test_composer_takes_the_position_of_a_data_set_only_if_it_gives_it_to_compos
     with pytest.raises(ValueError, match=r"^data: state_dict of Positioned \(my.data\) does not take num_samples and"):
         check_loader(Loading(DataLoader(Positioned())), recipe, "composer")
     monkeypatch.setattr(check_classes, "world_size", lambda: 2)
-    for divides in (Stream(), [1, 2]):
-        given = DataLoader(divides, sampler=DistributedSampler([1, 2], 2, 0) if divides == [1, 2] else None)
+    sampler, batches = (kind([1, 2], 2, 0) for kind in (DistributedSampler, DistributedBatches))
+    for given in (DataLoader(Stream()), DataLoader([1, 2], sampler=sampler), DataLoader([1, 2], batch_sampler=batches)):
         check_loader(Loading(given), recipe, "composer")
     with pytest.raises(
         ValueError, match=r"^data: the loader of my.data has no state_dict and load_state_dict, and Comp"
@@ -180,3 +185,43 @@ def test_a_loader_that_a_run_could_not_use_is_refused_at_the_start():
     recipe.checkpoints.load_path = "checkpoint"
     with pytest.raises(ValueError, match=refused):
         check_loader(Loading(plain), recipe, "lightning")
+
+
+class Losses(Callback):
+    def __init__(self):
+        self.found = []
+
+    def step_end(self, run):
+        self.found.append(run.loss)
+
+    def eval_end(self, run):
+        self.found.append(dict(run.eval_figures))
+
+
+@pytest.mark.parametrize("engine", ["composer", "lightning"])
+def test_on_device_may_add_entries_for_a_microbatch_as_a_whole(quick_recipe, tmp_path, engine):
+    """Composer counts the samples of what `on_device` returns, of which such entries were refused."""
+    added = {"mask": torch.ones(1, 5), "rows": torch.ones(1), "columns": torch.ones(1)}
+
+    def extended(loading):
+        return replace(loading, on_device=lambda batch: loading.on_device(batch) | added)
+
+    def extend(parts):
+        parts.data = extended(parts.data)
+        parts.evals = {label: extended(loading) for label, loading in parts.evals.items()}
+
+    train = importlib.import_module(f"recipes.engines.{engine}.trainer")
+    settings = f"training={{engine: {engine}, global_batch: 8, microbatch: 3, duration: 2ba, eval_every: 2ba}}"
+    losses = []
+    for change in (lambda parts: None, extend):
+        recipe = quick_recipe(tmp_path / str(len(losses)), settings, "checkpoints.save=false")
+        losses.append(Losses())
+
+        def give(parts, change=change):
+            change(parts)
+            parts.callbacks["losses"] = losses[-1]
+
+        training = train.build_trainer(recipe, change=give)
+        training.fit()
+        training.close()
+    assert losses[0].found == losses[1].found and len(losses[0].found) == 3

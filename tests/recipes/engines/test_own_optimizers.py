@@ -9,7 +9,7 @@ from tests.recipes.engines.recording import assert_bit_equal, record
 
 OWN = {"odd_states": "OddStates", "scalars": "Scalars", "decays_apart": "DecaysApart", "of_matrices": "of_matrices"}
 OWN |= {"with_hook": "with_hook"}
-OF_DRY_RUNS = {name: name for name in ("of_last_layer", "by_names", "adafactor")}
+OF_DRY_RUNS = {name: name for name in ("of_last_layer", "by_names", "by_part", "adafactor")}
 NAMES = {"composer": ("ep0-ba3-rank0.pt", "lightning"), "lightning": ("ep0-ba3.ckpt", "composer")}
 
 
@@ -48,7 +48,8 @@ def test_dry_runs_give_it_matrices_and_vectors(tmp_path, own_recipe):
 
 def test_dry_runs_refuse_what_leaves_out_parameters(tmp_path, own_recipe, monkeypatch):
     """The run refused it when all ranks had started; of one that takes the parameters by their names, neither does."""
-    check_on_meta(own_recipe(tmp_path / "run", "by_names", "lightning"))
+    for name in ("by_names", "by_part"):  # some or all of the model's own
+        check_on_meta(own_recipe(tmp_path / "run", name, "lightning"))
     with pytest.raises(ValueError, match="^optimizer: SGD leaves out denoiser.* more, which would not be trained"):
         check_on_meta(own_recipe(tmp_path / "run", "of_last_layer", "lightning"))
     monkeypatch.setenv("WORLD_SIZE", "2")

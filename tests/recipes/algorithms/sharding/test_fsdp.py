@@ -195,6 +195,32 @@ def test_a_block_that_shares_a_weight_is_told(kind):
     check_shardable(kind(), by_block=False)
 
 
+class Nested(Blockless):
+    def __init__(self):
+        super().__init__()
+        self.outer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    def blocks(self):
+        return [self.outer[1], self.outer]
+
+
+def test_copies_of_frozen_parameters_and_blocks_within_blocks_are_sharded():
+    """Copies stay equal, and what a block within a block has is in one unit: no parameter becomes several."""
+    for kind in (Tied, TiedOutside):
+        check_shardable(kind().requires_grad_(False), by_block=True)
+    check_shardable(Nested(), by_block=True)
+    twice = Tied().requires_grad_(False)
+    twice.third = nn.Sequential(twice.other)
+    twice.blocks = lambda: [twice.layer, twice.third]
+    with pytest.raises(ValueError, match="other.weight and third.0.weight are one parameter"):  # of one module
+        check_shardable(twice, by_block=True)
+    for blocks in ([0, 0], [1, 0]):
+        model = Nested()
+        model.blocks = lambda model=model, blocks=blocks: [Nested.blocks(model)[number] for number in blocks]
+        with pytest.raises(ValueError, match="^fsdp: the model names a block (Linear|Sequential) twice, or one that "):
+            check_shardable(model, by_block=True)
+
+
 @pytest.mark.parametrize(
     ("model", "fsdp", "message"),
     [

@@ -269,6 +269,7 @@ def test_what_does_not_fit_is_refused():
     shared.layers[1].branch = shared.layers[0].branch
     with pytest.raises(ValueError, match="layers.0.branch.* and layers.1.branch.* are one parameter, whose gradient"):
         ResblockGradScaling(shared)
+    ResblockGradScaling(shared.requires_grad_(False))  # without gradients
     with pytest.raises(ValueError, match="the checkpoint has 3 scales, the model 2 blocks"):
         ResblockGradScaling(WordTask()).load_state_dict({"exponents": torch.zeros(3)})
     with pytest.raises(ValueError, match="the identity path is torch.bfloat16"):

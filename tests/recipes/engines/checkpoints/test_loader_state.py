@@ -1,6 +1,8 @@
 """The position of training data in checkpoints: what no run could go on from is refused when it is saved."""
 
+import operator
 import random
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from recipes.engines.checkpoints.loader_state import kept
 STATES = (
     {"epoch": 1, "seen": 8},
     {"generator": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()},
+    {"half": torch.ones(3, dtype=torch.bfloat16), "number": torch.tensor(3), "none": torch.zeros(0, 2).bool()},
     {"seen": {"train": [1, 2.5, None, "a"], 3: np.arange(3, dtype=np.uint32)}},
     {},
 )
@@ -48,3 +51,34 @@ def test_ranks_with_different_states_are_refused(monkeypatch):
         if state:
             with pytest.raises(ValueError, match="^data: state_dict of the loader returns something else on rank 1 "):
                 kept(state | {next(iter(state)): "another"})
+
+
+def test_ranks_may_have_a_set_in_another_order(monkeypatch):
+    """Texts have another hash in each process: runs whose loaders keep sets of them ended at their first checkpoint."""
+    one, other = {"done": {16, 0}}, {"done": {0, 16}}  # in one place of their tables, in the order in which they came
+    assert one == other and repr(one) != repr(other)
+
+    def all_gather_object(found, own):
+        found[:] = [own, own] if not sent else [sent[0], own]
+        sent.append(own)
+
+    sent = []
+    monkeypatch.setattr(loader_state, "world_size", lambda: 2)
+    monkeypatch.setattr(loader_state.dist, "all_gather_object", all_gather_object)
+    kept(one)
+    kept(other)
+    with pytest.raises(ValueError, match="^data: state_dict of the loader returns something else on rank 1 "):
+        kept({"done": {0, 17}})
+
+
+def test_the_order_of_many_samples_takes_no_lists(monkeypatch):
+    """Lists and texts of them took 50 bytes per sample on each rank."""
+    monkeypatch.setattr(loader_state, "world_size", lambda: 2)
+    gather = lambda found, own: operator.setitem(found, slice(None), [own, own])  # noqa: E731
+    monkeypatch.setattr(loader_state.dist, "all_gather_object", gather)
+    state = {"order": torch.arange(200_000), "words": np.zeros(200_000, np.uint32)}
+    tracemalloc.start()
+    kept(state)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2 * 8 * 200_000

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.distributed.checkpoint import state_dict as theirs
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -78,3 +79,21 @@ def test_no_states_at_all_are_converted():
     found = from_composer({"state": state, "rng": []})
     assert found["optimizer"]["state"] == {} and found["optimizer"]["param_groups"][0]["params"] == ["weight"]
     assert to_composer(found)["state"]["optimizers"]["SGD"]["state"] == {}
+
+
+def test_an_optimizer_without_states_costs_no_copy_of_the_weights_when_a_run_saves(monkeypatch):
+    """Each checkpoint took as much memory again as the model."""
+
+    class Signs(torch.optim.Optimizer):
+        def step(self, closure=None):
+            raise AssertionError("not called")
+
+    def clone(tensor):
+        raise AssertionError("a copy")
+
+    weight = torch.nn.Parameter(torch.zeros(2))
+    weight.grad = torch.ones(2)
+    optimizer = Signs([weight], {"lr": 1.0})
+    monkeypatch.setattr(torch.Tensor, "clone", clone)
+    with steps_of_nothing():
+        theirs._init_optim_state(optimizer)
