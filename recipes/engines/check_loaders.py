@@ -1,16 +1,63 @@
-"""Finds loaders of components of one's own by whose numbers of batches and samples a run would go wrong."""
+"""Finds loaders of components of one's own with which a run would go wrong."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 
 import torch.distributed as dist
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, default_collate
 
 from data.loading import Loading
 from recipes.config.recipe import Recipe
 from recipes.engines.counts import epoch_batches
 from recipes.training.ranks import world_size
+
+
+def check_loader(loading: Loading, recipe: Recipe, engine: str) -> None:
+    """
+    Args:
+        loading: training batches.
+        recipe: of the run.
+        engine: of the run. Composer can also read batches again up to those that it had, of a loader without a state.
+
+    Raises:
+        ValueError: the loader is no DataLoader, checkpoints could not hold its position, or Composer would refuse it.
+    """
+    name, checkpoints = recipe.data.name, recipe.checkpoints
+    loader = loading.loader
+    if not isinstance(loader, DataLoader):
+        raise ValueError(f"data: the loader of {name} is an instance of {type(loader).__name__}; give a DataLoader")
+    kept = engine == "lightning" and (checkpoints.save or checkpoints.load_path is not None)
+    if kept and not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
+        raise ValueError(
+            f"data: the loader of {name} has no state_dict and load_state_dict, which checkpoints need; define them in "
+            "a subclass of DataLoader (data/loading.py)"
+        )
+    if engine != "composer" or hasattr(loader, "state_dict"):
+        return
+    if hasattr(loader.dataset, "state_dict") and not takes_counts(loader.dataset) and checkpoints.save:
+        raise ValueError(
+            f"data: state_dict of {type(loader.dataset).__name__} ({name}) does not take num_samples and "
+            "from_beginning, which Composer gives; define state_dict and load_state_dict in a subclass of DataLoader "
+            "(data/loading.py)"
+        )
+    samplers = (loader.sampler, loader.batch_sampler)
+    divides = isinstance(loader.dataset, IterableDataset) or any(isinstance(s, DistributedSampler) for s in samplers)
+    if world_size() > 1 and not divides:
+        raise ValueError(
+            f"data: the loader of {name} has no state_dict and load_state_dict, and Composer cannot see that its ranks "
+            "read different samples; define them in a subclass of DataLoader (data/loading.py)"
+        )
+
+
+def takes_counts(dataset: Dataset) -> bool:
+    """Whether a data set has a position as Composer asks for it, as those of streaming do."""
+    try:
+        inspect.signature(dataset.state_dict).bind(0, True)
+    except (AttributeError, TypeError):
+        return False
+    return True
 
 
 def check_loaders(data: Loading, evals: Mapping[str, Loading], recipe: Recipe, engine: str, batch: int) -> None:

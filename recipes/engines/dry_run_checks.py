@@ -26,7 +26,8 @@ from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradSca
 from recipes.config.build import build, build_on_meta
 from recipes.config.recipe import Recipe
 from recipes.config.values import Component, plain_values
-from recipes.engines.check_classes import check_classes, check_kept, check_step
+from recipes.engines.check_classes import check_classes
+from recipes.engines.check_optimizers import check_kept, check_step
 from recipes.engines.first_weights import load_first_weights
 from recipes.engines.parts import Place, build_levers, check_microbatch, context_of, keeps, the_one
 from recipes.engines.precision import resolve

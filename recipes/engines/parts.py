@@ -34,8 +34,9 @@ from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradSca
 from recipes.algorithms.tensor_parallel.lever import TensorParallel
 from recipes.config.build import build, build_on_meta, encoders_of
 from recipes.config.recipe import Recipe, Training
-from recipes.engines.check_classes import check_classes, check_first_step, check_kept, check_loader, check_step
-from recipes.engines.check_loaders import check_loaders
+from recipes.engines.check_classes import check_classes
+from recipes.engines.check_loaders import check_loader, check_loaders
+from recipes.engines.check_optimizers import check_first_step, check_kept, check_step
 from recipes.engines.checkpoints.own_optimizers import keep_formats
 from recipes.engines.first_weights import new_task, started_from
 from recipes.engines.logs.loggers import Opener

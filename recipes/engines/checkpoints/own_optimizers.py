@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from recipes.engines.checkpoints.moments import add_empty
 
 # Modules whose hooks change nothing.
-WATCHERS = ("recipes.engines.check_classes", "recipes.algorithms.resilience.recipe_rates")
+WATCHERS = ("recipes.engines.check_optimizers", "recipes.algorithms.resilience.recipe_rates")
 
 
 def is_own(optimizer: Optimizer) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from data.loading import Batch, Loading
-from recipes.engines.check_classes import takes_counts
+from recipes.engines.check_loaders import takes_counts
 from recipes.training.microbatches import samples_of, split
 
 

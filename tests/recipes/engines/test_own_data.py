@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from data.loading import Loading
-from recipes.engines import check_classes
-from recipes.engines.check_classes import check_loader
+from recipes.engines import check_loaders
+from recipes.engines.check_loaders import check_loader
 from recipes.engines.composer.data import data_spec
 from recipes.training.callback import Callback
 
@@ -158,7 +158,7 @@ def test_composer_takes_the_position_of_a_data_set_only_if_it_gives_it_to_compos
     check_loader(Loading(loader), recipe, "composer")
     with pytest.raises(ValueError, match=r"^data: state_dict of Positioned \(my.data\) does not take num_samples and"):
         check_loader(Loading(DataLoader(Positioned())), recipe, "composer")
-    monkeypatch.setattr(check_classes, "world_size", lambda: 2)
+    monkeypatch.setattr(check_loaders, "world_size", lambda: 2)
     sampler, batches = (kind([1, 2], 2, 0) for kind in (DistributedSampler, DistributedBatches))
     for given in (DataLoader(Stream()), DataLoader([1, 2], sampler=sampler), DataLoader([1, 2], batch_sampler=batches)):
         check_loader(Loading(given), recipe, "composer")
