@@ -134,6 +134,7 @@ def check_first_step(optimizer: torch.optim.Optimizer, task: nn.Module, saved: b
             states = [dict(state) for state in found.values()]
             loadable(f"optimizer: {type(optimizer).__name__}", {"state": states, "groups": _options(optimizer)})
 
+    first_step.only_looks = True  # see `own_optimizers.is_own`
     optimizer.register_step_post_hook(first_step)
 
 

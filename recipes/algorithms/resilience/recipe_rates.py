@@ -46,6 +46,7 @@ class RecipeRates(Lever):
                 self.counts |= numbers - _settings(optimizer)
             stepped = True
 
+        look.only_looks = compare.only_looks = True  # see `own_optimizers.is_own`
         optimizer.register_step_pre_hook(look)
         optimizer.register_step_post_hook(compare)
 

@@ -22,15 +22,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from recipes.engines.checkpoints.moments import add_empty
 
-# Modules whose hooks change nothing.
-WATCHERS = ("recipes.engines.check_optimizers", "recipes.algorithms.resilience.recipe_rates")
-
 
 def is_own(optimizer: Optimizer) -> bool:
     """Whether the step of an optimizer is not one of PyTorch's, or has hooks, which may do what a step of one's own may
-    do. Those of `WATCHERS` only look."""
+    do, except for those with an attribute `only_looks`."""
     hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
-    hooked = any(getattr(hook, "__module__", None) not in WATCHERS for hook in hooks)
+    hooked = not all(getattr(hook, "only_looks", False) for hook in hooks)
     return hooked or not type(optimizer).step.__module__.startswith("torch.optim.")
 
 

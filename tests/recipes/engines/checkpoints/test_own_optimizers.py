@@ -11,8 +11,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from recipes.algorithms.resilience.recipe_rates import RecipeRates
+from recipes.engines.check_optimizers import check_first_step
 from recipes.engines.checkpoints.conversion import from_composer, to_composer
-from recipes.engines.checkpoints.own_optimizers import steps_of_nothing
+from recipes.engines.checkpoints.own_optimizers import is_own, steps_of_nothing
 
 
 class Later(torch.optim.SGD):
@@ -97,3 +99,14 @@ def test_an_optimizer_without_states_costs_no_copy_of_the_weights_when_a_run_sav
     monkeypatch.setattr(torch.Tensor, "clone", clone)
     with steps_of_nothing():
         theirs._init_optim_state(optimizer)
+
+
+def test_hooks_of_checks_make_no_optimizer_one_of_ones_own():
+    """Loading its states would take a copy of the weights."""
+    task = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(task.parameters())
+    check_first_step(optimizer, task, saved=True)
+    RecipeRates().built(optimizer)
+    assert not is_own(optimizer)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    assert is_own(optimizer)
