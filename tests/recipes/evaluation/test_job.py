@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from data.system.errors import WrongResult
 from data.system.ranks import Rank
 from recipes.evaluation.config import Evaluation, Reference, Rerank
 from recipes.evaluation.job import NAMED, POLL, Job, variants
@@ -104,6 +105,16 @@ def test_finished_work_is_not_done_again(job):
     assert changed.file(variant, 0) != changed.file(variant, 4)
     for other in (replace(variant, radii=(0, 2)), replace(variant, pools=(1, 2))):
         assert first.file(other, 0) != first.file(variant, 0)
+
+
+@pytest.mark.parametrize("change", [lambda images: images[1:], lambda images: images / np.float32(255)])
+def test_images_that_a_pipeline_does_not_draw_right_are_not_measured(job, change):
+    """Features of fewer images, or of images from 0 to 1, gave figures like others."""
+    one = job()
+    generate = one.pipeline.generate
+    one.pipeline.generate = lambda *captions, **options: change(generate(*captions, **options))
+    with pytest.raises(WrongResult, match=r"^generate\(\) of the pipeline returns an array .* for 4 captions; retu"):
+        one.run(Rank())
 
 
 @pytest.mark.parametrize("change", [lambda data: data[:-1], lambda data: data.replace(b"<f4", b"<f5"), lambda _: b""])

@@ -4,10 +4,12 @@ import json
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from diffusers import UNet2DConditionModel
 
+from data.system.errors import WrongResult
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.exports.folder import export
 from recipes.generation import exports
@@ -44,9 +46,12 @@ def test_exports_hold_both_kinds_of_weights_or_the_averaged_ones(tmp_path, monke
     assert find_network(folder, None) == find_network(folder, "ema") == folder / "unet_ema"
     assert find_network(folder, "raw") == folder / "unet"
     with monkeypatch.context() as patch:
-        asked = SimpleNamespace(generate=lambda captions: captions)
+        images = np.zeros((1, 2, 2, 3), np.uint8)
+        asked = SimpleNamespace(generate=lambda captions: images)
         patch.setattr(exports, "load_pipeline", lambda *arguments: setattr(asked, "of", arguments) or asked)
-        assert exports.draw(folder, ["a dot"], weights="raw") == ["a dot"] and asked.of[::3] == (folder, "raw")
+        assert exports.draw(folder, ["a dot"], weights="raw") is images and asked.of[::3] == (folder, "raw")
+        with pytest.raises(WrongResult, match=r"returns an array uint8 \(1, 2, 2, 3\) for 2 captions"):
+            exports.draw(folder, ["a dot", "a line"])
 
     vae = KLAutoencoder(channels=[8, 8], blocks=1, norm_groups=4)
     raw = export_of(vae, tmp_path / "vae", lambda task: task.network.decoder.conv_in.bias)
