@@ -181,6 +181,10 @@ def _import_all(value: Any) -> None:
             _import_all(item)
 
 
+def _records(manifest: Manifest) -> tuple[tuple[str, dict[str, Any] | None], ...]:
+    return ("image_encoder", manifest.image_encoder), ("text_encoder", manifest.text_encoder)
+
+
 def encoder_components(manifest: Manifest, bundle: Path | None = None) -> dict[str, Component | None]:
     """The image encoder and the text encoder of an encoded set, not yet built. Arguments as of `encoders_of`.
 
@@ -188,7 +192,7 @@ def encoder_components(manifest: Manifest, bundle: Path | None = None) -> dict[s
         ValueError: the manifest names encoders that do not exist, or folders that are not here.
     """
     found: dict[str, Component | None] = {}
-    for group, record in (("image_encoder", manifest.image_encoder), ("text_encoder", manifest.text_encoder)):
+    for group, record in _records(manifest):
         if record is None:
             found[group] = None
             continue
@@ -215,7 +219,8 @@ def encoders_of(manifest: Manifest, bundle: Path | None = None) -> tuple[Any, An
         The image encoder, and the text encoder or None for a set of tokens.
 
     Raises:
-        ValueError: the manifest names encoders that do not exist, or whose weights or scaling factor have changed.
+        ValueError: the manifest names encoders that do not exist, or whose weights, or what else the
+            manifest says of them, have changed.
     """
     built = []
     for group, component in encoder_components(manifest, bundle).items():
@@ -227,12 +232,13 @@ def encoders_of(manifest: Manifest, bundle: Path | None = None) -> tuple[Any, An
                 f"manifest.{group}: the weights of {encoder.id} are not those that encoded the set "
                 f"(sha256 {encoder.weights_hash[:12]}, expected {expected[:12]}); encode it again"
             )
-    images, recorded = built[0], manifest.image_encoder
-    # Of the encoder's config, not of its weights: latents would be decoded by another factor.
-    for name, value in () if images is None else images.facts().items():
-        if recorded.get(name, value) != value:
-            raise ValueError(
-                f"manifest.image_encoder: {images.id} has {name} {value}, and the set was encoded with "
-                f"{recorded[name]}; restore its config, or encode the set again"
-            )
+    # Of an encoder's config or code, not of its weights: latents would be decoded by another factor, and captions have
+    # other embeddings than those of the training data.
+    for (group, recorded), encoder in zip(_records(manifest), built, strict=True):
+        for name, value in () if encoder is None else encoder.facts().items():
+            if recorded.get(name, value) != value:
+                raise ValueError(
+                    f"manifest.{group}: {encoder.id} has {name} {value}, and the set was encoded with "
+                    f"{recorded[name]}; restore its config, or encode the set again"
+                )
     return built[0], built[1]

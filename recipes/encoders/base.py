@@ -372,6 +372,11 @@ class TextEncoder(FrozenEncoder, ABC):
                 f"instead of an int64 tensor (2, {self.length})"
             )
 
+    def facts(self) -> dict[str, Any]:
+        """The manifest's entries about this encoder by which embeddings of equal weights differ. Not `tokenizer`, whose
+        name has a class of a library, which other versions of it call differently."""
+        return {name: getattr(self, name) for name in ("layer", "length", "width")}
+
     def encode(self, captions: list[str]) -> Tensor:
         """Embeddings float32 (B, length, width) of captions. The tokenizer cuts captions that are too long.
 
@@ -396,14 +401,14 @@ class TextEncoder(FrozenEncoder, ABC):
         return [max(0, count - self.length) for count in counts]
 
     def embed(self, tokens: Tensor, exact: bool = False) -> Tensor:
-        """What `encode_tokens` returns.
+        """What `encode_tokens` returns, as float32: the model, which gets it in sampling, takes no other number format.
 
         Raises:
             WrongResult: it is something else than embeddings of these tokens.
         """
         found = self.encode_tokens(tokens, exact=exact)
         check_result(self, "encode_tokens", found, (len(tokens), self.length, self.width), tokens.device)
-        return found
+        return found.float()
 
     @abstractmethod
     def encode_tokens(self, tokens: Tensor, exact: bool = False) -> Tensor:

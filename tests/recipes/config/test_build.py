@@ -1,5 +1,6 @@
 """Components become objects, nested ones first; encoders are those that a manifest names, or it is an error."""
 
+import dataclasses
 import json
 import shutil
 
@@ -182,6 +183,16 @@ def test_an_encoder_whose_scaling_factor_has_changed(manifest, vae_folder, tmp_p
     (folder / "config.json").write_text(json.dumps(config | {"scaling_factor": 2 * before}))
     with pytest.raises(ValueError, match=f"has scaling_factor {2 * before}, and the set was encoded with {before}; r"):
         encoders_of(manifest, tmp_path)
+
+
+@pytest.mark.parametrize("name, value", [("layer", "first"), ("length", 3)])
+def test_a_text_encoder_that_reads_captions_in_another_way(manifest, name, value):
+    """Such as by a key of one's own whose default has changed since: its weights are the same. By another layer images
+    were drawn with other embeddings than those of the training data, and another length was a RuntimeError."""
+    changed = dataclasses.replace(manifest, text_encoder=manifest.text_encoder | {name: value})
+    line = f"^manifest.text_encoder: .* has {name} {manifest.text_encoder[name]}, and the set was encoded with {value}"
+    with pytest.raises(ValueError, match=line):
+        encoders_of(changed)
 
 
 def test_encoders_that_are_gone(manifest, latent_sets, tmp_path):

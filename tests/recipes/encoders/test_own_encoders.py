@@ -152,3 +152,9 @@ def test_results_stay_when_the_memory_that_an_encoder_returned_is_used_again():
     )
     assert (first.images[4].arrays["mean"] == -1).all() and (second.images[4].arrays["mean"] == 1).all()
     assert not torch.equal(first.text, second.text) and not first.images[4].arrays["mean"].requires_grad
+
+
+def test_embeddings_in_half_precision_are_given_to_the_model_in_fp32():
+    """Sets hold them in half precision anyway, so that only drawing ended, with a RuntimeError of the first layer."""
+    texts = ReusedText(lambda: torch.nn.Embedding(256, 2), "reused", "fp32")
+    assert texts.encode(["a", "bcdef"]).dtype == torch.float32
