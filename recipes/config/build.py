@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from data.encoded.manifest import Manifest
-from data.system.errors import Outage, first_line
+from data.system.errors import Outage, first_line, with_place
 from recipes.config.components import BASES, NAMED
 from recipes.config.entry_points import all_components
 from recipes.config.schema import Checker, Component, read_signature
@@ -126,8 +126,20 @@ def asked_for(component: Component) -> list[str]:
 
 
 def import_builder(component: Component) -> Callable[..., Any]:
-    """The function or class that a component's target names."""
-    return imported(component.target)
+    """The function or class that a component's target names.
+
+    Raises:
+        ValueError: its module, which is one of another package, needs a module that is not there.
+    """
+    try:
+        return imported(component.target)
+    except ImportError as error:
+        if "." not in component.name:
+            raise
+        raise ValueError(
+            f"{component.path}.name: {component.group} `{component.name}` is {component.target}, which cannot be "
+            f"imported: {with_place(error)}; install what its package needs, or correct its imports"
+        ) from error
 
 
 def imported(target: str) -> Any:

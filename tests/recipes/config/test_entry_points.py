@@ -128,6 +128,19 @@ def test_a_module_that_is_not_there(package):
         read("callbacks.n={name: of-tests.norm}")
 
 
+def test_a_package_that_lacks_a_module_is_one_line(package, capsys):
+    """Such as a library that is not installed here, or a module of this repository that was renamed."""
+    folder = package(CALLBACK)
+    (folder / "__init__.py").write_text("import not_installed")
+    recipe = read("callbacks.n={name: of-tests.norm}")
+    with pytest.raises(SystemExit, match="2"), user_errors():
+        build(recipe.callbacks["n"], output="here")
+    line = "error: callbacks.n.name: callback `of-tests.norm` is of_tests.inner.norms:Norm, which cannot be imported: "
+    assert capsys.readouterr().err.startswith(
+        f"{line}ModuleNotFoundError No module named 'not_installed' ({folder}/__init__.py, line 1); install what its"
+    )
+
+
 def test_a_component_that_cannot_be_used_hinders_no_other(package):
     folder = package("[precompose.source]\nnorm = of_tests.inner.optional:Norm\n")
     (folder / "inner" / "optional.py").write_text(CODE.replace("every: int", "every: Optional[int]"))
