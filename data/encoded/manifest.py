@@ -197,6 +197,21 @@ class Manifest:
         found = self._found(None)
         return {name: found[name] for name in _ENCODERS if name in found}
 
+    def other_arguments(self, first: Manifest) -> list[str]:
+        """Arguments of encoders that differ between two sets, and that `encoders` may not tell apart, such as a factor
+        by which an encoder of one's own multiplies embeddings. Those of this repository have none of them, which have
+        no dot in their name. Places may differ, and so may precisions."""
+        found = []
+        for group in ("image_encoder", "text_encoder"):
+            own, others = ((getattr(manifest, group) or {"component": {}})["component"] for manifest in (self, first))
+            if "." not in str(own.get("name")) or own["name"] != others.get("name"):
+                continue
+            for key in sorted({*own, *others} - {"path", "precision"}):
+                if own.get(key) != others.get(key):
+                    values = (repr(one[key])[:60] if key in one else "not given" for one in (own, others))
+                    found.append(f"{group}.{key} is {' and '.join(values)}")
+        return found
+
     def check(self, **expected: Any) -> None:
         """Compares the set with what a recipe expects.
 

@@ -21,6 +21,7 @@ from data.remote.stores import STORES, check_environment, malformed, scheme_of
 from data.system.arrays import read_matrix
 from data.system.disk_errors import about, disk_error
 from data.system.errors import one_line
+from data.system.log import log
 
 READ = ("s3", "gs", "oci", "azure", "azure-dl", "hf", "dbfs")  # of mosaicml-streaming's downloaders
 
@@ -235,7 +236,17 @@ def first_manifest(
     for manifest in manifests:
         check_fit(manifest, kind, resolution, requirements, expect)
         manifest.check(**manifests[0].encoders())
+        warn_of_other_arguments(kind, manifest, manifests[0])
     return manifests[0]
+
+
+def warn_of_other_arguments(what: str, manifest: Manifest, first: Manifest) -> None:
+    """A line, and no error: whether results depend on an argument, only its encoder knows."""
+    if others := manifest.other_arguments(first):
+        log.warning(
+            f"{what}: {manifest.where} and {first.where} are of encoders with equal weights and other arguments: "
+            f"{'; '.join(others)}; if results depend on these, encode the sets alike"
+        )
 
 
 def check_fit(

@@ -15,6 +15,7 @@ from typing import Any
 
 from data.encoded.manifest import NAME as MANIFEST
 from data.encoded.manifest import Manifest
+from data.encoded.sets import warn_of_other_arguments
 from data.loading import Loading
 from data.system.disk_errors import ADVICE, may_pass
 from data.system.errors import Outage
@@ -271,6 +272,7 @@ def check_encoders(recipe: Recipe, data: Loading, evals: Mapping[str, Loading]) 
         if data.manifest is not None and loading.manifest is not None:
             what = f"evals.{label}: not encoded as the training data is"
             compare_manifest(loading.manifest, data.manifest.encoders(), what)
+            warn_of_other_arguments(f"evals.{label}", loading.manifest, data.manifest)
         if data.vocabulary is not None and loading.vocabulary is not None:
             compare_vocabulary(f"evals.{label}", loading.vocabulary, own[VOCABULARY], "of the training data")
     allowed = "data" in recipe.checkpoints.allow_changes

@@ -281,6 +281,20 @@ def test_streams_of_different_encoders_do_not_mix(load, latent_sets, tmp_path, e
         load(sets={"a": latent_sets / "train", "b": other})
 
 
+def test_sets_of_an_encoder_of_ones_own_with_other_arguments_are_told(load, latent_sets, tmp_path, capsys):
+    """They have equal weights, and were mixed without a word. Places may differ, and so may the precision."""
+    own = {"a": {"path": "here"}, "b": {"path": "there", "precision": "fp16"}, "c": {"scale": 2}}
+    for name, arguments in own.items():
+        shutil.copytree(latent_sets / "val", tmp_path / name)
+        values = json.loads((tmp_path / name / "manifest.json").read_text())
+        values["text_encoder"]["component"] = {"name": "my-package.text"} | arguments
+        (tmp_path / name / "manifest.json").write_text(json.dumps(values))
+    load(sets={"a": tmp_path / "a", "b": tmp_path / "b"})
+    assert not capsys.readouterr().out
+    load(sets={"a": tmp_path / "a", "c": tmp_path / "c"})
+    assert "equal weights and other arguments: text_encoder.scale is 2 and not given; if" in capsys.readouterr().out
+
+
 def test_what_the_model_needs_may_be_expected_as_well(load):
     load(expect={"channels": 4, "resolution": 16, "side": 8, "scaling_factor": 0.5})
 
