@@ -26,6 +26,7 @@ def texts_cost(args: dict[str, Any], plan: Plan) -> Cost:
     """The size of an epoch, see `data.cost`."""
     check_reading("texts", **args)
     sets = plan.build(args["streams"])
+    check_sets("texts", sets, args["epoch_size"])
     here = {label: path for label, encoded in sets.items() if (path := Path(encoded.local, NAME)).is_file()}
     manifests = _manifests(here, plan.task.requirements())
     samples = {here[label].parent: manifest.samples for label, manifest in manifests.items()}

@@ -30,7 +30,7 @@ def epoch_of(
     check_sets(kind, streams, args["epoch_size"])
     total: int | None = 0
     for encoded in streams.values():
-        samples, repeat = stored(Path(encoded.local)), encoded.options["repeat"]
+        samples, repeat = stored(Path(encoded.local)), encoded.options.get("repeat")
         total = None if total is None or samples is None else total + int(samples * (1.0 if repeat is None else repeat))
     samples = args["epoch_size"] or total
     return Epoch(samples, incomplete_batch=not args["drop_last"])

@@ -188,13 +188,18 @@ def check_sets(kind: str, sets: Mapping[str, EncodedSet], epoch_size: int | None
         epoch_size: number of samples per epoch; None: all.
 
     Raises:
-        ValueError: there is no set, two are in one folder, only some of them have a proportion, or `repeat` gives
-            another number of samples.
+        ValueError: there is no set, or something else in its place, two are in one folder, only some of them have a
+            proportion, or `repeat` gives another number of samples.
     """
     if not sets:
         raise ValueError(f"{kind}: streams is empty; name at least one encoded set")
     labels: dict[str, str] = {}
     for label, encoded in sets.items():
+        if not isinstance(encoded, EncodedSet) and not hasattr(encoded, "options"):  # as of a component of one's own
+            what = "None" if encoded is None else f"an instance of {type(encoded).__name__}"
+            raise ValueError(
+                f"{kind}: streams.{label} is {what}; its component must return an EncodedSet (data/encoded/sets.py)"
+            )
         first = labels.setdefault(os.path.abspath(encoded.local), label)
         if first != label:
             raise ValueError(
