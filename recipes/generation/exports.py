@@ -12,9 +12,10 @@ from typing import Any, Literal
 from data.encoded.manifest import NAME as MANIFEST
 from data.encoded.manifest import Manifest
 from data.system.garbage_collection import rare_searches
-from recipes.config.build import encoders_of, imported
+from recipes.config.build import encoders_of, import_builder, imported
 from recipes.config.entry_points import all_components
 from recipes.config.schema import missing_package
+from recipes.config.values import Component
 from recipes.models.config_files import read_object
 from recipes.models.family import ExportParts, Family
 
@@ -151,13 +152,13 @@ def component_class(group: str, name: str) -> type:
     """The class of the objects that a component's builder makes: the builder itself, or the type that it returns.
 
     Raises:
-        ValueError: no such component.
+        ValueError: no such component, or see `import_builder`.
     """
     builders = all_components()[group]
     if not isinstance(name, str) or name not in builders:
         known = ", ".join(builders)
         raise ValueError(f"unknown {group} {name!r}; {missing_package(name)}this version knows {known}")
-    builder = imported(builders[name])
+    builder = import_builder(Component(group, name, {}, builders[name], group))
     return builder if isinstance(builder, type) else typing.get_type_hints(builder)["return"]
 
 

@@ -10,6 +10,7 @@ from recipes.config.build import build
 from recipes.config.command_line import help_text, user_errors
 from recipes.config.recipe import Recipe, load_config
 from recipes.config.values import Component, ConfigError
+from recipes.generation.exports import component_class
 
 ROOT = Path(__file__).resolve().parents[3]
 CODE = """
@@ -130,8 +131,10 @@ def test_a_module_that_is_not_there(package):
 
 def test_a_package_that_lacks_a_module_is_one_line(package, capsys):
     """Such as a library that is not installed here, or a module of this repository that was renamed."""
-    folder = package(CALLBACK)
+    folder = package(CALLBACK + CALLBACK.replace("callback", "objective"))
     (folder / "__init__.py").write_text("import not_installed")
+    with pytest.raises(ValueError, match="^objective.name: objective `of-tests.norm` is .*, which cannot be imported"):
+        component_class("objective", "of-tests.norm")  # as an export names it
     recipe = read("callbacks.n={name: of-tests.norm}")
     with pytest.raises(SystemExit, match="2"), user_errors():
         build(recipe.callbacks["n"], output="here")
