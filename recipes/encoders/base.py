@@ -343,6 +343,12 @@ def channels_first(pixels: Tensor, crop: int) -> Tensor:
     return pixels[:, crop].permute(0, 3, 1, 2)
 
 
+def _is_of(library: str, value: object) -> bool:
+    """Whether it has a class of a library, or one that inherits from it: those of others of the same methods, such as a
+    tokenizer of one's own, are called in other ways."""
+    return any(kind.__module__.split(".")[0] == library for kind in type(value).__mro__)
+
+
 class TextEncoder(FrozenEncoder, ABC):
     """An encoder of captions to one vector per token.
 
@@ -391,10 +397,10 @@ class TextEncoder(FrozenEncoder, ABC):
 
     def lost_tokens(self, captions: list[str]) -> list[int]:
         """How many tokens at the end of each caption the tokenizer cuts; 0 where it does not say how many there are."""
-        inner = getattr(self.tokenize, "tokenizer", None)  # of transformers, which adds the marks itself
-        if inner is not None:
+        inner = getattr(self.tokenize, "tokenizer", None)
+        if _is_of("transformers", inner):  # which adds the marks itself
             counts = [len(row) for row in inner(captions, verbose=False)["input_ids"]]
-        elif hasattr(self.tokenize, "encode"):  # of open_clip
+        elif _is_of("open_clip", self.tokenize) and hasattr(self.tokenize, "encode"):
             counts = [len(self.tokenize.encode(caption)) + 2 for caption in captions]
         else:
             return [0] * len(captions)

@@ -158,3 +158,24 @@ def test_embeddings_in_half_precision_are_given_to_the_model_in_fp32():
     """Sets hold them in half precision anyway, so that only drawing ended, with a RuntimeError of the first layer."""
     texts = ReusedText(lambda: torch.nn.Embedding(256, 2), "reused", "fp32")
     assert texts.encode(["a", "bcdef"]).dtype == torch.float32
+
+
+class Words:
+    """A tokenizer of one's own that has the names of libraries."""
+
+    def __init__(self, inner):
+        self.tokenizer = inner
+
+    def __call__(self, captions):
+        return torch.zeros(len(captions), 4, dtype=torch.int64)
+
+    def encode(self, caption):
+        return caption.split()
+
+
+@pytest.mark.parametrize("inner", [None, Words(None)])
+def test_tokens_of_a_tokenizer_of_ones_own_are_not_counted(inner):
+    """generate.py counts those that are cut. It ended with a TypeError before the first image, or added CLIP's marks."""
+    texts = characters()
+    texts.tokenize = Words(inner)
+    assert texts.lost_tokens(["a b c d"]) == [0]
