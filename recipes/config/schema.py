@@ -115,8 +115,13 @@ def read_signature(target: str) -> Signature:
         ConfigError: there is no such builder, or it breaks the rules of docs/extending.md.
     """
     module, _, name = target.partition(":")
-    found = {n.name: n for n in module_tree(module).body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    body = module_tree(module).body
+    found = {n.name: n for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
     if name not in found:
+        imports = [node for node in body if isinstance(node, ast.ImportFrom)]
+        if any(name == (alias.asname or alias.name) for node in imports for alias in node.names):
+            what = f"`{name}` is imported there; name the module that defines it"
+            raise ConfigError([f"{source_file(module)}: {what}"])
         raise ConfigError([f"{source_file(module)}: no function or class `{name}`; {nearest(name, found)}"])
     node = found[name]
     doc = ast.get_docstring(node) or ""

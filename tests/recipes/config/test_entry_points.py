@@ -129,6 +129,15 @@ def test_a_module_that_is_not_there(package):
         read("callbacks.n={name: of-tests.norm}")
 
 
+def test_a_module_that_only_imports_the_component(package):
+    """Such as the package itself. The line said that no class of the name was there, and that nothing was allowed."""
+    folder = package("[precompose.callback]\nnorm = of_tests:Norm\n")
+    (folder / "__init__.py").write_text("from of_tests.inner.norms import Norm")
+    line = "which cannot be used: .*__init__.py: `Norm` is imported there; name the module that defines it$"
+    with pytest.raises(ConfigError, match=line):
+        read("callbacks.n={name: of-tests.norm}")
+
+
 def test_a_package_that_lacks_a_module_is_one_line(package, capsys):
     """Such as a library that is not installed here, or a module of this repository that was renamed."""
     folder = package(CALLBACK + CALLBACK.replace("callback", "objective"))

@@ -175,7 +175,7 @@ class Words:
 
 @pytest.mark.parametrize("inner", [None, Words(None)])
 def test_tokens_of_a_tokenizer_of_ones_own_are_not_counted(inner):
-    """generate.py counts those that are cut. It ended with a TypeError before the first image, or added CLIP's marks."""
+    """generate.py counts those that are cut. It ended with a TypeError before the first image, or counted marks."""
     texts = characters()
     texts.tokenize = Words(inner)
     assert texts.lost_tokens(["a b c d"]) == [0]
