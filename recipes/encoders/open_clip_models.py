@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from data.tokenizers.clip_words import bound
-from recipes.encoders.base import cannot_load
+from recipes.encoders.loading import cannot_load
 from recipes.models.config_files import build_from, is_number, object_in, read_object
 from recipes.models.torch_files import checked
 from recipes.models.weights import read_safetensors

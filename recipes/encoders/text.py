@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from data.aliases import InputPath
 from data.system.log import log
 from data.tokenizers.clip_words import bound
-from recipes.encoders.base import ModelPath, TextEncoder, cannot_load, of_hub
+from recipes.encoders.base import ModelPath, TextEncoder
+from recipes.encoders.loading import cannot_load, of_hub
 from recipes.encoders.open_clip_models import (
     LOCAL_PREFIX,
     WORDS_OPTIONS,

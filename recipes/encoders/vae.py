@@ -11,7 +11,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from recipes.encoders.base import LatentEncoder, ModelPath, cannot_load, of_hub
+from recipes.encoders.base import LatentEncoder, ModelPath
+from recipes.encoders.loading import cannot_load, of_hub
 from recipes.models.config_files import build_from, is_number, read_object
 from recipes.models.sampling import Precision
 from recipes.models.weights import read_safetensors
