@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from data.cost import FLOAT, Cost, Plan, with_cost
 from data.ranges import check_least
-from recipes.algorithms.gradients.blocks import block_matrices
+from recipes.algorithms.gradients.blocks import block_matrices, matrices_of
+from recipes.algorithms.muon import Muon
 from recipes.algorithms.sixteen_bit.adam16 import Adam16
 
 
@@ -106,3 +108,62 @@ def adam16(
         variance_clip=variance_clip,
         compiled=compiled,
     )
+
+
+def muon_cost(args: dict[str, Any], plan: Plan) -> Cost:
+    """One 32-bit moment of each matrix that Muon updates and two of all other parameters, see `data.cost`."""
+    low = sum(p.numel() for p in _muon_matrices(plan.task, args.get("matrices", "blocks")))
+    size = FLOAT * (low + 2 * (plan.trained - low))
+    note = "one moment in fp32 of matrices, two of other parameters"
+    return Cost(device_bytes=size * plan.share, checkpoint_bytes=size, note=note)
+
+
+@with_cost(muon_cost)
+def muon(
+    parameters: Iterable[torch.nn.Parameter],
+    task: torch.nn.Module,
+    *,
+    lr: float,
+    adamw_lr: float,
+    momentum: float = 0.95,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    matrices: Literal["blocks", "all"] = "blocks",
+) -> torch.optim.Optimizer:
+    """Muon (Jordan et al. 2024) for the model's matrices, and AdamW for all other parameters.
+
+    The momentum of a matrix is replaced by one whose singular values are all about 1. Embeddings, gains and biases are
+    always updated by AdamW.
+
+    Args:
+        lr: peak learning rate of matrices, which is also about the largest singular value of an update; the schedule
+            multiplies it by a factor from 0 to 1.
+        adamw_lr: peak learning rate of all other parameters.
+        momentum: decay of the running mean of the gradients of matrices.
+        betas: AdamW's decays of the running mean and of the running variance.
+        eps: AdamW's summand of the root of the variance.
+        weight_decay: decoupled decay, times the learning rate.
+        matrices: those that Muon updates. blocks: those of the model's blocks (`Task.blocks`), as usual for
+            transformers; all: also those outside, such as the first and the last convolution of an autoencoder.
+    """
+    by_muon = {id(p) for p in _muon_matrices(task, matrices)}
+    trained = list(parameters)
+    groups = [
+        {"params": [p for p in trained if id(p) in by_muon], "matrices": True},
+        {"params": [p for p in trained if id(p) not in by_muon], "matrices": False, "lr": adamw_lr},
+    ]
+    return Muon(
+        [group for group in groups if group["params"]],
+        lr=lr,
+        momentum=momentum,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+    )
+
+
+def _muon_matrices(task: nn.Module, which: str) -> list[nn.Parameter]:
+    if which == "blocks":
+        return [p for matrices in block_matrices(task, "muon") for p in matrices]
+    return matrices_of(task)

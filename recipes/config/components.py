@@ -55,6 +55,7 @@ COMPONENTS: dict[str, dict[str, str]] = {
     "optimizer": {
         "adam16": "recipes.algorithms.optimizers:adam16",
         "adamw": "recipes.algorithms.optimizers:adamw",
+        "muon": "recipes.algorithms.optimizers:muon",
     },
     "schedule": {
         "constant": "recipes.training.schedules:constant",

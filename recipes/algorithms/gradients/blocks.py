@@ -1,4 +1,4 @@
-"""The parameters that 16-bit training changes: the matrices of residual blocks, and nothing else."""
+"""The matrices of a model: of its residual blocks, which 16-bit training changes, and all of them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,21 @@ def block_matrices(task: nn.Module, owner: str) -> list[list[nn.Parameter]]:
             f"{owner}: {type(task).__name__} does not say which of its modules are blocks (a method `blocks`), so it "
             "is not known which of its parameters may have 16 bits"
         )
-    embeddings = {id(p) for m in task.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
-    seen: set[int] = set(embeddings)
+    left = {id(p) for p in matrices_of(task)}
     found = []
     for block in blocks:
-        matrices = [p for p in block.parameters() if p.requires_grad and p.ndim >= 2 and id(p) not in seen]
-        seen |= {id(p) for p in matrices}  # a matrix that two blocks share belongs to the first
+        matrices = [p for p in block.parameters() if id(p) in left]
+        left -= {id(p) for p in matrices}  # a matrix that two blocks share belongs to the first
         found.append(matrices)
     if not any(found):
         raise ValueError(f"{owner}: the {len(blocks)} blocks of {type(task).__name__} have no trained matrices")
     return found
+
+
+def matrices_of(task: nn.Module) -> list[nn.Parameter]:
+    """The trained parameters of two or more dimensions, in the order of the model, without those in an `nn.Embedding`.
+
+    A parameter that an embedding shares with another module, such as the unembedding, is an embedding.
+    """
+    embeddings = {id(p) for m in task.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    return [p for p in task.parameters() if p.requires_grad and p.ndim >= 2 and id(p) not in embeddings]

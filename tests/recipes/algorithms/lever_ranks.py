@@ -18,6 +18,7 @@ import torch.distributed as dist
 from recipes.checking.links import bandwidth, clocks
 from recipes.planning.hardware.calibration import links
 from tests.callbacks import export_ranks, grid_ranks
+from tests.recipes.algorithms import muon_ranks
 from tests.recipes.algorithms.averaging import ema_ranks
 from tests.recipes.algorithms.gradients import all_reduce_ranks
 from tests.recipes.algorithms.microbatch import microbatch_ranks
@@ -47,7 +48,8 @@ def main(folder: Path, report: Path) -> None:
     torch.set_num_threads(1)
     checks = ema_ranks.CHECKS | microbatch_ranks.CHECKS | scaling_ranks.CHECKS | fsdp_ranks.checks(folder)
     checks |= guard_ranks.CHECKS | waiting_ranks.CHECKS | figure_ranks.CHECKS | grid_ranks.CHECKS
-    checks |= export_ranks.CHECKS | all_reduce_ranks.CHECKS | first_rank_ranks.checks(folder) | {"links": check_links}
+    checks |= export_ranks.CHECKS | muon_ranks.CHECKS
+    checks |= all_reduce_ranks.CHECKS | first_rank_ranks.checks(folder) | {"links": check_links}
     results = {}
     for name, check in checks.items():
         work = folder / folder_name(name)
