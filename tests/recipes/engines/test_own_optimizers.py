@@ -1,4 +1,4 @@
-"""Runs with optimizers of one's own go on from checkpoints as if they had not ended."""
+"""Runs with optimizers of one's own, and with muon, go on from checkpoints as if they had not ended."""
 
 import pytest
 
@@ -10,6 +10,7 @@ from tests.recipes.engines.recording import assert_bit_equal, record
 OWN = {"odd_states": "OddStates", "scalars": "Scalars", "decays_apart": "DecaysApart", "of_matrices": "of_matrices"}
 OWN |= {"with_hook": "with_hook"}
 OF_DRY_RUNS = {name: name for name in ("of_last_layer", "by_names", "by_part", "adafactor")}
+FURTHER = {"muon": ", adamw_lr: 3e-3, matrices: all"}  # keys
 NAMES = {"composer": ("ep0-ba3-rank0.pt", "lightning"), "lightning": ("ep0-ba3.ckpt", "composer")}
 
 
@@ -19,7 +20,7 @@ def own_recipe(quick_recipe, monkeypatch):
         monkeypatch.setitem(COMPONENTS["optimizer"], name, f"tests.recipes.engines.own_optimizers:{builder}")
 
     def make(output, name, engine, *overrides):
-        optimizer = f"optimizer={{name: {name}, lr: 2e-3}}"
+        optimizer = f"optimizer={{name: {name}, lr: 2e-3{FURTHER.get(name, '')}}}"
         lengths = ("training.duration=6ba", "training.eval_every=3ba", "checkpoints.every=3ba", "checkpoints.keep=-1")
         average = "algorithms.scheduled_ema={name: scheduled_ema, start: 1ba, decay: 0.5}"
         return quick_recipe(output, optimizer, *lengths, average, f"training.engine={engine}", *overrides)
@@ -28,7 +29,7 @@ def own_recipe(quick_recipe, monkeypatch):
 
 
 @pytest.mark.parametrize("engine", NAMES)
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", [*OWN, "muon"])
 def test_a_run_goes_on_in_either_engine_as_if_it_had_not_ended(tmp_path, own_recipe, name, engine):
     """PyTorch casts what is loaded to the parameters' number format, and makes a step with a learning rate of 0."""
     whole = record(engine, own_recipe(tmp_path / "whole", name, engine))

@@ -233,16 +233,17 @@ def test_what_sharding_sends(monkeypatch):
     assert line == "between 8 replicas: each device sends 6.1 GB per step, all in 32-bit"
 
 
-def test_16_bit_moments_take_half():
-    whole, low = (
+def test_16_bit_moments_take_half_as_does_one_moment():
+    whole, low, one = (
         next(
             line for line in dry("dalle_1b.yaml", f"optimizer={{name: {name}, lr: 1e-3}}") if line.startswith("memory")
         )
-        for name in ("adamw", "adam16")
+        for name in ("adamw", "adam16", "muon, adamw_lr: 1e-3")
     )
     matrices = 24 * 12 * 2048**2
     assert whole.startswith("memory: 21.0 GB on each device for weights, gradients, two moments in fp32")
-    assert low.startswith(f"memory: {(16 * 1_310_445_568 - 4 * matrices) / 1e9:.1f} GB on each device")
+    half = f"memory: {(16 * 1_310_445_568 - 4 * matrices) / 1e9:.1f} GB on each device"
+    assert low.startswith(half) and one.startswith(half) and "one moment in fp32 of matrices" in one
 
 
 def test_no_memory_is_taken_for_weights():
