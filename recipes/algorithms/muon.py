@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from recipes.algorithms.sharding.shards import as_shard, own, shard_of, whole
+from recipes.training.ranks import all_reduce, rank, world_size
 
 # Of the quintic a x + b x^3 + c x^5, which brings values in (0, 1] to 0.7 to 1.2 in five iterations (Jordan et al.).
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -26,7 +27,7 @@ class Muon(torch.optim.Optimizer):
 
     Each parameter group chooses by `matrices`. A kernel of a convolution (C, D, ...) is a matrix of C rows. Parameters
     may be ordinary tensors or shards (DTensor), whose state has the same placements. Of sharded matrices, each rank
-    gathers the momentum of whole ones and computes the same update as all others.
+    gathers the whole momentum. Each rank makes a part of the matrices orthogonal, and then all exchange these.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """Update every parameter that has a gradient. With sharded parameters, every rank must call it."""
+        """Update every parameter that has a gradient. Every rank must call it, with equal gradients."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -86,24 +87,34 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _update_matrices(self, group: dict[str, Any], trained: list[Tensor]) -> None:
-        lr, momentum = float(group["lr"]), group["momentum"]
-        for parameters in _alike(trained):
-            updates = []
-            for parameter in parameters:
-                state = self.state[parameter]
-                if "momentum" not in state:
-                    state["momentum"] = torch.zeros_like(parameter)
-                mean, gradient = own(state["momentum"]), own(parameter.grad)
-                mean.lerp_(gradient, 1 - momentum)
-                update = gradient.lerp(mean, momentum)
-                updates.append(whole(as_shard(parameter, update)) if isinstance(parameter, DTensor) else update)
+        lists = _alike(trained)
+        parts = []
+        turn = 0  # of the ranks, one matrix each
+        for parameters in lists:
+            updates = [self._momentum(parameter, group["momentum"]) for parameter in parameters]
+            mine = slice((rank() - turn) % world_size(), None, world_size())
+            parts.append((mine, orthogonal(torch.stack(updates[mine])) if updates[mine] else None))
+            turn += len(parameters)
+        lr = float(group["lr"])
+        # After all have been computed, so that ranks need not wait for each other in each list.
+        for parameters, (mine, part) in zip(lists, parts, strict=True):
             rows, columns = _shape(parameters[0])
-            found = orthogonal(torch.stack([update.reshape(rows, columns) for update in updates]))
             step_size = lr * math.sqrt(max(1, rows / columns))
-            for parameter, update in zip(parameters, found, strict=True):
+            for parameter, update in zip(parameters, _of_all_ranks(mine, part, parameters), strict=True):
                 values = own(parameter)
                 values.mul_(1 - lr * group["weight_decay"])
                 values.add_(shard_of(parameter, update.reshape(parameter.shape)), alpha=-step_size)
+
+    def _momentum(self, parameter: Tensor, decay: float) -> Tensor:
+        """The whole of a parameter's momentum, as Nesterov's, (rows, columns)."""
+        state = self.state[parameter]
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros_like(parameter)
+        mean, gradient = own(state["momentum"]), own(parameter.grad)
+        mean.lerp_(gradient, 1 - decay)
+        update = gradient.lerp(mean, decay)
+        update = whole(as_shard(parameter, update)) if isinstance(parameter, DTensor) else update
+        return update.reshape(_shape(parameter))
 
     def _update_others(self, group: dict[str, Any], trained: list[Tensor]) -> None:
         for parameter in trained:
@@ -136,21 +147,45 @@ def orthogonal(matrices: Tensor) -> Tensor:
     values, relative to the largest one, stay smaller.
 
     Args:
-        matrices: (N, R, C) float32. The products are computed in bf16 on a GPU, and in float32 elsewhere.
+        matrices: (N, R, C) float32.
 
     Returns:
-        (N, R, C) of the dtype and on the device of `matrices`.
+        (N, R, C) bfloat16 on a GPU, in which the products are computed there, and float32 elsewhere.
     """
     a, b, c = COEFFICIENTS
     upright = matrices.shape[1] > matrices.shape[2]
     found = matrices.mT if upright else matrices
     found = found / torch.linalg.matrix_norm(found, keepdim=True).clamp(min=EPS)  # so that all are at most 1
-    if matrices.is_cuda:
-        found = found.bfloat16()
+    found = found.to(_dtype_of_products(matrices.device))
     for _ in range(ITERATIONS):
         gram = found @ found.mT
         found = torch.baddbmm(found, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
-    return (found.mT if upright else found).to(matrices.dtype)
+    return found.mT if upright else found
+
+
+def _of_all_ranks(mine: slice, part: Tensor | None, parameters: list[Tensor]) -> Tensor:
+    """The matrices of all ranks.
+
+    Args:
+        mine: which ones this rank has.
+        part: those of this rank, if there are any.
+        parameters: of which they are updates.
+
+    Returns:
+        (N, rows, columns), for N parameters.
+    """
+    if world_size() == 1:
+        return part
+    device = own(parameters[0]).device
+    found = torch.zeros(len(parameters), *_shape(parameters[0]), dtype=_dtype_of_products(device), device=device)
+    if part is not None:
+        found[mine] = part
+    all_reduce(found)
+    return found
+
+
+def _dtype_of_products(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def _alike(parameters: list[Tensor]) -> list[list[Tensor]]:

@@ -1,4 +1,7 @@
-"""Run on two ranks by the fixture `two_ranks`: Muon on shards of FSDP2 equals Muon on the whole model."""
+"""Run on two ranks by the fixture `two_ranks`: Muon on shards of FSDP2, and on copies of the model of which each rank
+computes a part of the updates, equals Muon of one process."""
+
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -10,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from recipes.algorithms import muon as module
 from recipes.algorithms.optimizers import muon
 from recipes.algorithms.sharding.shards import own
 from tests.recipes.algorithms.residual import Residual, loss_of
@@ -54,4 +58,23 @@ def shards(_) -> None:
     assert size == held[0]
 
 
-CHECKS = {"muon: shards": shards}
+def copies(_) -> None:
+    alone, copy = Residual(width=5), Residual(width=5)
+    optimizers = [new(model) for model in (alone, copy)]
+    for step in range(4):
+        gradients = torch.autograd.grad(loss_of(alone, step), list(alone.parameters()))
+        with patch.object(module, "world_size", lambda: 1), patch.object(module, "rank", lambda: 0):
+            step_of(alone, optimizers[0], gradients)
+        with patch.object(module, "orthogonal", wraps=module.orthogonal) as orthogonal:
+            step_of(copy, optimizers[1], gradients)
+        # Two blocks have a matrix of each of two shapes, and the head is one of its own.
+        counts = [[1, 1, 1], [1, 1]][dist.get_rank()]
+        assert [len(call.args[0]) for call in orthogonal.call_args_list] == counts
+    for a, b in zip(alone.parameters(), copy.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)  # products of one matrix and of several at a time
+    first = torch.cat([p.detach().flatten() for p in copy.parameters()])
+    dist.broadcast(first, 0)
+    assert torch.equal(first, torch.cat([p.detach().flatten() for p in copy.parameters()]))
+
+
+CHECKS = {"muon: shards": shards, "muon: copies": copies}

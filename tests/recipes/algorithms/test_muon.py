@@ -9,6 +9,7 @@ from data.cost import Plan
 from recipes.algorithms import muon as module
 from recipes.algorithms.muon import COEFFICIENTS, ITERATIONS, Muon, orthogonal
 from recipes.algorithms.optimizers import muon, muon_cost
+from tests.recipes.algorithms import muon_ranks
 from tests.recipes.algorithms.residual import Residual, loss_of, train, vector
 
 
@@ -187,5 +188,6 @@ def test_parameters_that_cannot_be():
         Muon([torch.nn.Parameter(torch.ones(3, 2, dtype=torch.float16))], lr=0.1)
 
 
-def test_shards_are_updated_as_the_whole_is(two_ranks):
-    two_ranks("muon: shards")
+@pytest.mark.parametrize("check", muon_ranks.CHECKS)
+def test_two_ranks(two_ranks, check):
+    two_ranks(check)
