@@ -27,6 +27,7 @@ MODULES = (
     "benchmarks.decoder",
     "benchmarks.ema",
     "benchmarks.geglu",
+    "benchmarks.muon",
     "benchmarks.norms",
     "benchmarks.powersgd_cost",
     "benchmarks.common.random_encoders",

@@ -75,6 +75,7 @@ def items(small: bool) -> list[Item]:
             ["--widths", "64", "--ranks", "32", "--shards", "4", "--rounds", "1"],
         ),
         other("sampling", "decoder", 90, ["--parts", "sampling", "--batch", "8"], ["--batch", "1"]),
+        other("muon", "muon", 60, ["--rounds", "10"], ["--width", "64", "--layers", "1", "--rounds", "1"]),
         other("average", "ema", 60, ["--rounds", "10"], ["--rounds", "1"]),
         trained("unet_512", "as shipped", 90),
         other("operators", "operators", 120, ["--parts", "times"], ["--parts", "times", "--rounds", "1"]),

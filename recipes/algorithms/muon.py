@@ -163,6 +163,12 @@ def orthogonal(matrices: Tensor) -> Tensor:
     return found.mT if upright else found
 
 
+def flop(parameter: Tensor) -> int:
+    """Floating-point operations of `orthogonal` for a parameter."""
+    short, long = sorted(_shape(parameter))
+    return ITERATIONS * (4 * short**2 * long + 2 * short**3)
+
+
 def _of_all_ranks(mine: slice, part: Tensor | None, parameters: list[Tensor]) -> Tensor:
     """The matrices of all ranks.
 

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from data.cost import FLOAT, Cost, Plan, with_cost
+from data.cost import FLOAT, Cost, Plan, count_text, size_text, with_cost
 from data.ranges import check_least
 from recipes.algorithms.gradients.blocks import block_matrices, matrices_of
-from recipes.algorithms.muon import Muon
+from recipes.algorithms.muon import Muon, flop
 from recipes.algorithms.sixteen_bit.adam16 import Adam16
 
 
@@ -112,10 +112,15 @@ def adam16(
 
 def muon_cost(args: dict[str, Any], plan: Plan) -> Cost:
     """One 32-bit moment of each matrix that Muon updates and two of all other parameters, see `data.cost`."""
-    low = sum(p.numel() for p in _muon_matrices(plan.task, args.get("matrices", "blocks")))
+    matrices = _muon_matrices(plan.task, args.get("matrices", "blocks"))
+    low = sum(p.numel() for p in matrices)
     size = FLOAT * (low + 2 * (plan.trained - low))
     note = "one moment in fp32 of matrices, two of other parameters"
-    return Cost(device_bytes=size * plan.share, checkpoint_bytes=size, note=note)
+    line = f"{sum(map(flop, matrices)) / 1e12:.3g} TFLOP per step for {count_text(len(matrices), 'matrix', 'matrices')}"
+    devices = plan.replicas * plan.shards
+    if devices > 1:
+        line += f", divided over {devices} devices, which exchange {size_text(2 * low)} in bf16"
+    return Cost(device_bytes=size * plan.share, checkpoint_bytes=size, note=note, lines=(line,))
 
 
 @with_cost(muon_cost)

@@ -117,6 +117,7 @@ def describe_run(recipe: Recipe, missing: list[str]) -> str:
         f"model: {recipe.model.name}, {found.parameters:,} parameters, {found.trained:,} of them trained",
         memory_text(recipe, task, costs, devices),
         *start_lines(task, devices),
+        *(f"optimizer: {line}" for line in costs.optimizer.lines),
         *algorithm_lines(costs),
         f"batch: {batch_text(recipe.training, devices.world)}",
         *traffic_lines(recipe, task, costs, devices),

@@ -1,4 +1,5 @@
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -147,7 +148,14 @@ def test_which_parameters_are_matrices():
         held = sum(v.nbytes for state in optimizer.state.values() for k, v in state.items() if k != "step")
         sizes = [p.numel() for p in model.parameters()]
         plan = Plan(model, sum(sizes), sum(sizes), 1, 1, "", False, lambda component: component)
-        assert held == muon_cost({"matrices": which}, plan).device_bytes
+        cost = muon_cost({"matrices": which}, plan)
+        assert held == cost.device_bytes == cost.checkpoint_bytes
+        # Products of 16 x 32 matrices: 2 * 16 * 16 * 32 twice and 2 * 16**3 once; the head is of 11 x 16.
+        work = 5 * (4 * (4 * 16**2 * 32 + 2 * 16**3) + (which == "all") * (4 * 11**2 * 16 + 2 * 11**3))
+        assert cost.lines[0].startswith(f"{work / 1e12:.3g} TFLOP per step for {len(wanted)} matrices")
+        assert "divided" not in cost.lines[0]
+        (line,) = muon_cost({"matrices": which}, dataclasses.replace(plan, replicas=2, shards=3)).lines
+        assert line.endswith(", divided over 6 devices, which exchange 0.0 MB in bf16")
 
 
 def test_a_parameter_without_gradient_stays():
