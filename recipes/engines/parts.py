@@ -26,6 +26,7 @@ from recipes.algorithms.microbatch.search import MicrobatchSearch
 from recipes.algorithms.modules.activation_checkpointing import ActivationCheckpointing
 from recipes.algorithms.modules.compile import Compile
 from recipes.algorithms.powersgd.lever import PowerSGD
+from recipes.algorithms.resilience.first_rate import FirstRate
 from recipes.algorithms.resilience.guard import Guard
 from recipes.algorithms.resilience.recipe_rates import RecipeRates
 from recipes.algorithms.sharding.first_rank import FirstRankSends
@@ -177,7 +178,7 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
     check_loaders(data, evals, recipe, engine, batch)
     check_encoders(recipe, data, evals)
     other_rates = recipe.checkpoints.load_path is not None or any(key.startswith("optimizer") for key in changed)
-    rates = [RecipeRates()] if other_rates else []
+    settings = [RecipeRates()] if other_rates else []
 
     def new_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         optimizer = build(recipe.optimizer, parameters=parameters, task=task)
@@ -186,7 +187,7 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
         check_kept(optimizer, trained, keeps(recipe), sent)
         check_first_step(optimizer, task, keeps(recipe))
         keep_formats(optimizer)
-        for lever in rates:
+        for lever in settings:
             lever.built(optimizer)
         return optimizer
 
@@ -197,6 +198,9 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
     search = the_one(levers, MicrobatchSearch)
     context |= {"average": the_one(levers, ScheduledEMA), "scaling": the_one(levers, ResblockGradScaling)}
     schedule = build(recipe.schedule)
+    factor, rates = checked(schedule, recipe.schedule.name), [*settings]
+    if changed or recipe.checkpoints.load_path is not None:
+        rates.append(FirstRate(factor, training.global_batch))
     if training.microbatch == "auto" and search is None:
         log.info(f"microbatch: all {batch} samples per device; auto measures a GPU's memory, and this is a CPU")
     dataset = getattr(data.loader, "dataset", None)
@@ -212,7 +216,7 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
         levers=Levers(levers, first=[guard, *rates], last=[FirstRankSends(task)] if sent else []),
         callbacks=callbacks,
         new_optimizer=new_optimizer,
-        schedule=checked(schedule, recipe.schedule.name),
+        schedule=factor,
         divided=divided,
         copies=copies,
         loggers=[build(logger, **context) for logger in recipe.loggers.values()],

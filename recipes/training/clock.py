@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Unit = Literal["ba", "ep", "sp"]  # batches (optimizer steps), epochs, samples
@@ -75,6 +75,15 @@ class Clock:
         if unit != "ep" or self.epoch_batches is None or self.epoch_began is None:
             return False
         return self.epoch + 1 == value and self.batch - self.epoch_began >= self.epoch_batches
+
+    def before_last_batch(self, samples: int) -> Clock:
+        """The clock of the moment before the last batch, which had this many samples over all ranks."""
+        epoch, began = self.epoch, self.epoch_began
+        if epoch and began == self.batch:  # the batch was the last one of its epoch
+            epoch -= 1
+            began = None if self.epoch_batches is None else self.batch - self.epoch_batches
+        sample = max(0, self.sample - samples)
+        return replace(self, batch=self.batch - 1, sample=sample, epoch=epoch, epoch_began=began)
 
     def measure(self, duration: str) -> Length:
         """Convert a duration to batches if possible, otherwise keep its unit; a share of the run becomes a length.

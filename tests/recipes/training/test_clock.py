@@ -27,6 +27,18 @@ def held(every, duration, start=0, kind=Interval):
     return [(name, clock.batch) for name, clock in moments(duration) if clock.batch > start and due(clock)]
 
 
+def test_the_moment_before_the_last_batch():
+    told = [Clock(0, 0, 0, "3ep", 5, 0), *(clock for _, clock in moments("3ep"))]
+    for before, now in zip(told, told[1:], strict=False):
+        if now.batch == before.batch:  # the end of an epoch
+            continue
+        found = now.before_last_batch(4)
+        assert (found.batch, found.sample) == (before.batch, before.sample)
+    for before, _, now in zip(told[4::6], told[5::6], told[6::6], strict=True):
+        found = now.before_last_batch(4)
+        assert replace(found, before=before.before) == before
+
+
 @pytest.mark.parametrize(
     ("every", "duration", "expected"),
     [
