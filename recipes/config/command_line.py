@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 from data.system.disk_errors import disk_error, disk_line, may_pass
@@ -172,7 +173,9 @@ def user_errors() -> Iterator[None]:
         found = disk_error(error)
         if found is None:
             raise
-        fail([disk_line(found)], status=1 if may_pass(found) else 2)
+        # A failed read of a component of one's own names no file.
+        of_own = found.filename is None and _raised_in(error)
+        fail([disk_line(found) + (f" (from {of_own})" if of_own else "")], status=1 if may_pass(found) else 2)
 
 
 def _from_a_library(error: Exception) -> bool:
@@ -184,6 +187,16 @@ def _from_a_library(error: Exception) -> bool:
         return False
     file = traceback.tb_frame.f_code.co_filename
     return not file.startswith(str(ROOT)) or "site-packages" in file
+
+
+def _raised_in(error: Exception) -> str:
+    """The last place of an error in the code of other packages of components, also in a worker process; empty where it
+    was raised elsewhere."""
+    tops = packages()
+    places: list[tuple[str, Any]] = [(frame.filename, frame.lineno) for frame in extract_tb(error.__traceback__)]
+    places += re.findall(r'File "([^"]+)", line (\d+), in ', str(error))  # the traceback of a worker process
+    own = [(file, line) for file, line in places if any(top in Path(file).with_suffix("").parts for top in tops)]
+    return "{}, line {}".format(*own[-1]) if own else ""
 
 
 def help_text(cls: type, usage: str) -> str:

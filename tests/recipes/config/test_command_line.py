@@ -196,6 +196,9 @@ def test_errors_that_a_user_can_mend_have_no_traceback(tmp_path, capsys):
             raise OSError(number, os.strerror(number), "/mnt/a")
         assert left.value.code == status
         assert capsys.readouterr().err.startswith(f"error: /mnt/a: {os.strerror(number)}; ")
+    with pytest.raises(SystemExit), user_errors():
+        raise OSError(errno.EIO, "Input/output error")
+    assert "(from" not in capsys.readouterr().err
     with pytest.raises(SystemExit) as left, user_errors():
         raise KeyboardInterrupt
     assert (left.value.code, capsys.readouterr().err) == (130, "interrupted\n")
@@ -237,3 +240,16 @@ def test_errors_that_a_user_can_mend_have_no_traceback(tmp_path, capsys):
         import enum  # a library's error keeps its traceback
 
         enum.Enum("Known", ["known"])("unknown")
+
+
+def test_a_failed_read_of_a_component_of_ones_own_says_where_it_was(monkeypatch, capsys, tmp_path):
+    """It names no file. From a worker process it comes without its number and its place, which are in its text."""
+    monkeypatch.setattr("recipes.config.command_line.packages", lambda: {"mine"})
+    code = compile("import errno\nraise OSError(errno.EIO, 'Input/output error')", f"{tmp_path}/mine/sets.py", "exec")
+    with pytest.raises(SystemExit), user_errors():
+        exec(code)
+    assert capsys.readouterr().err.endswith(f"start the same command again (from {tmp_path}/mine/sets.py, line 2)\n")
+    text = f'Caught OSError\n  File "{tmp_path}/mine/sets.py", line 7, in __iter__\n  File "os.py", line 1, in read\n'
+    with pytest.raises(SystemExit), user_errors():
+        raise OSError(f"{text}OSError: [Errno 5] Input/output error")
+    assert capsys.readouterr().err.endswith(f"(from {tmp_path}/mine/sets.py, line 7)\n")
