@@ -31,7 +31,10 @@ def epoch_of(
     total: int | None = 0
     for encoded in streams.values():
         samples, repeat = stored(Path(encoded.local)), encoded.options.get("repeat")
-        total = None if total is None or samples is None else total + int(samples * (1.0 if repeat is None else repeat))
+        if samples is not None and repeat is not None:
+            samples = int(samples * repeat)
+        samples = encoded.options.get("choose") or samples  # which components of one's own may give to streaming
+        total = None if total is None or samples is None else total + samples
     samples = args["epoch_size"] or total
     return Epoch(samples, incomplete_batch=not args["drop_last"])
 

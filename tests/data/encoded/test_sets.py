@@ -13,7 +13,9 @@ UNSET = dict.fromkeys(("epoch_size", "predownload", "cache_limit", "shuffle_bloc
 ARGUMENTS = UNSET | {"workers": 0, "drop_last": True}
 
 
-@pytest.mark.parametrize("options, samples", [({}, 6), ({"repeat": 2}, 12), ({"repeat": None}, 6)])
+@pytest.mark.parametrize(
+    "options, samples", [({}, 6), ({"repeat": 2}, 12), ({"repeat": None}, 6), ({"choose": 4}, 4)]
+)
 def test_a_set_has_the_options_that_it_needs(options, samples):
     """Dry runs ended with a KeyError at a set without `repeat`, which trained."""
     assert epoch_of("latents", {"a": EncodedSet("here", None, options)}, ARGUMENTS, lambda folder: 6).samples == samples
