@@ -129,7 +129,7 @@ def import_builder(component: Component) -> Callable[..., Any]:
     """The function or class that a component's target names.
 
     Raises:
-        ValueError: its module, which is one of another package, needs a module that is not there.
+        ValueError: its module, which is one of another package, needs a module that is not there, or ends the program.
     """
     try:
         return imported(component.target)
@@ -139,6 +139,11 @@ def import_builder(component: Component) -> Callable[..., Any]:
         raise ValueError(
             f"{component.path}.name: {component.group} `{component.name}` is {component.target}, which cannot be "
             f"imported: {with_place(error)}; install what its package needs, or correct its imports"
+        ) from error
+    except SystemExit as error:  # of which Python says nothing where the status is a number
+        raise ValueError(
+            f"{component.path}.name: {component.group} `{component.name}` is {component.target}, whose import ends the "
+            f"program: sys.exit({error.code!r}); raise an error there, or move what is a script to another module"
         ) from error
 
 

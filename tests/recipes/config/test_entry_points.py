@@ -153,6 +153,17 @@ def test_a_package_that_lacks_a_module_is_one_line(package, capsys):
     )
 
 
+@pytest.mark.parametrize(("call", "code"), [("sys.exit(1)", "1"), ("sys.exit()", "None")])
+def test_a_package_whose_import_ends_the_program_is_one_line(package, call, code):
+    """Such as a script without a main block. Python ended with the status alone, without a word."""
+    folder = package(CALLBACK)
+    (folder / "__init__.py").write_text(f"import sys\n{call}")
+    recipe = read("callbacks.n={name: of-tests.norm}")
+    line = rf"of_tests.inner.norms:Norm, whose import ends the program: sys\.exit\({code}\); raise an error there, or"
+    with pytest.raises(ValueError, match=f"^callbacks.n.name: callback `of-tests.norm` is {line}"):
+        build(recipe.callbacks["n"], output="here")
+
+
 def test_a_component_that_cannot_be_used_hinders_no_other(package):
     folder = package("[precompose.source]\nnorm = of_tests.inner.optional:Norm\n")
     (folder / "inner" / "optional.py").write_text(CODE.replace("every: int", "every: Optional[int]"))
