@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, default_collate
 
 from data.loading import Loading
+from data.system.log import log
 from recipes.config.recipe import Recipe
 from recipes.engines.counts import epoch_batches
 from recipes.training.ranks import world_size
@@ -88,8 +89,8 @@ def check_loaders(data: Loading, evals: Mapping[str, Loading], recipe: Recipe, e
             f"evals.{shared}: its loader is that of the training data, whose position each validation would change; "
             "make another one for each placement (data/loading.py)"
         )
+    missing = [key for key in counts if counts[key] is None and key != "data"]
     if engine == "composer":
-        missing = [key for key in counts if counts[key] is None and key != "data"]
         # Of a stream without end, the description of the run says so.
         epochs = counts["data"] is None and data.samples is not None and recipe.training.duration.endswith("ep")
         for key in (["data"] if epochs else []) + missing:
@@ -98,6 +99,11 @@ def check_loaders(data: Loading, evals: Mapping[str, Loading], recipe: Recipe, e
                 f"{key}: the loader of {components[key].name} has no length, which Composer needs {what}; define "
                 "__len__ of its data set"
             )
+    for key in missing:  # one that ends is right, and none can be told from it
+        log.warning(
+            f"{key}: the loader of {components[key].name} has no length; a validation of a stream without end would "
+            "not end, either: define __len__ of its data set, after which each validation stops"
+        )
     of_ranks = [counts] * world_size()
     if world_size() > 1:
         dist.all_gather_object(of_ranks, counts)

@@ -82,6 +82,14 @@ def test_composer_is_given_the_lengths_that_it_needs():
         check(replace(stream, samples=9), of(4), duration="2ep")
 
 
+def test_lightning_says_that_a_validation_without_a_length_may_not_end(capsys):
+    """Of a stream without end it did not, and nothing said why there was no further batch."""
+    check(of(4), of(4), "lightning")
+    assert "no length" not in capsys.readouterr().out
+    check(of(4), Loading(DataLoader(Stream(), 4)), "lightning")
+    assert "evals.val: the loader of my.data has no length; a validation of a stream" in capsys.readouterr().out
+
+
 def test_ranks_have_equally_many_batches(monkeypatch):
     """Composer left out the batches after the first rank that had no more, in training and in validation, and with
     Lightning ranks were in different epochs."""
