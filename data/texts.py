@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 
 from data.cost import Cost, Plan, with_cost
-from data.encoded.column_reader import StoredSample
+from data.encoded.column_reader import DamagedError, StoredSample
 from data.encoded.dataset import EncodedDataset, copy_rows, dataset_arguments, open_loader
 from data.encoded.epoch_size import epoch_of
 from data.encoded.sets import check_sets
@@ -103,6 +104,7 @@ def texts(
     first = next(iter(manifests))
     dataset = TextDataset(
         row=manifests[first].positions + 1,
+        vocabulary=manifests[first].vocabulary,
         **dataset_arguments(
             "texts",
             streams,
@@ -130,11 +132,13 @@ class TextDataset(EncodedDataset):
 
     Args:
         row: tokens per row, S + 1.
+        vocabulary: number of different tokens, below which they must be; None: they are not compared.
         arguments: of `EncodedDataset`.
     """
 
-    def __init__(self, *, row: int, **arguments: Any) -> None:
+    def __init__(self, *, row: int, vocabulary: int | None = None, **arguments: Any) -> None:
         self.row = row
+        self.vocabulary = vocabulary
         super().__init__(columns={"tokens": "tokens"}, **arguments)
 
     def specs(self, samples: int) -> Specs:
@@ -146,9 +150,18 @@ class TextDataset(EncodedDataset):
 
         Returns:
             `tokens` (B, S + 1) int32.
+
+        Raises:
+            DamagedError: a row has a token that the vocabulary does not have. A GPU would say nothing that names it.
         """
         batch = self.new_batch(samples)
         stored = torch.empty((len(samples), self.row), dtype=self.arrays["tokens"].dtype)  # uint16
         copy_rows(samples, {"tokens": stored})
+        if self.vocabulary is not None and stored.numpy().max() >= self.vocabulary:
+            row, position = np.argwhere(stored.numpy() >= self.vocabulary)[0]
+            raise DamagedError(
+                f"texts: {samples[row].texts[0]} has the token {stored[row, position].item()}, its vocabulary has "
+                f"{self.vocabulary} tokens from 0; pack the texts again"
+            )
         batch["tokens"].numpy()[:] = stored.numpy()
         return batch

@@ -18,6 +18,7 @@ from data.loading import Loading, Placement, end_idle_workers
 from data.own_gpu import check_own_gpu
 from data.system.garbage_collection import rare_searches
 from data.system.log import log
+from data.tokens import widen
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.algorithms.gradients.block_all_reduce import BlockAllReduce
 from recipes.algorithms.gradients.clipping import ClipByNorm
@@ -29,6 +30,7 @@ from recipes.algorithms.powersgd.lever import PowerSGD
 from recipes.algorithms.resilience.first_rate import FirstRate
 from recipes.algorithms.resilience.guard import Guard
 from recipes.algorithms.resilience.recipe_rates import RecipeRates
+from recipes.algorithms.resilience.token_ids import TokenIds
 from recipes.algorithms.sharding.first_rank import FirstRankSends
 from recipes.algorithms.sharding.fsdp import Sharding
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
@@ -204,7 +206,11 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
     if training.microbatch == "auto" and search is None:
         log.info(f"microbatch: all {batch} samples per device; auto measures a GPU's memory, and this is a CPU")
     dataset = getattr(data.loader, "dataset", None)
-    keys = partial(keys_of, dataset) if isinstance(dataset, EncodedDataset) else lambda seeds: {}
+    encoded = isinstance(dataset, EncodedDataset)
+    keys = partial(keys_of, dataset) if encoded else lambda seeds: {}
+    # What is changed on the device is not looked at: it may be no id before.
+    looks = task.token_ids and not encoded and data.on_device in (None, widen)
+    ids = [TokenIds(task.token_ids)] if looks else []
     guard = Guard(training.nonfinite_limit, recipe.output, keys, context["scaling"])
     callbacks = {label: build(callback, **context) for label, callback in recipe.callbacks.items()}
     if isinstance(schedule, Callback):  # a schedule that watches the run
@@ -213,7 +219,7 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
         task=task,
         data=data,
         evals=evals,
-        levers=Levers(levers, first=[guard, *rates], last=[FirstRankSends(task)] if sent else []),
+        levers=Levers(levers, first=[guard, *rates, *ids], last=[FirstRankSends(task)] if sent else []),
         callbacks=callbacks,
         new_optimizer=new_optimizer,
         schedule=factor,

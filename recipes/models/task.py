@@ -55,6 +55,7 @@ class Task(nn.Module):
             that overrides `export` or `export_average`, also by a mixin, unless it defines `exported` or
             `export_config`, too.
         takes_draws: whether training draws random numbers by `data.random_numbers`, so that they may belong to samples.
+        token_ids: which ids the model has in entries of a batch, by their names: data of one's own is compared.
     """
 
     eval_names: tuple[str, ...] | list[str] = ()
@@ -70,6 +71,7 @@ class Task(nn.Module):
     exports_average_beside: bool = False
     exported: str | None = None
     takes_draws: bool = False
+    token_ids: Mapping[str, range] = {}
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)

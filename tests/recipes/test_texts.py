@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.killing import digests
 from callbacks.unigram import unigram_loss
-from data.encoded.sets import remote_set
+from data.encoded.sets import local_set, remote_set
 from data.encoded.text_manifest import NAME, TextManifest
 from data.loading import Placement
 from data.sources.tars import TarSource
@@ -73,6 +73,19 @@ def test_its_export_predicts_as_it_does(trained, text_sets):
     weights = {f"network.{name}": tensor for name, tensor in network.state_dict().items()}
     assert weights.keys() == run.weights.keys()
     assert all(torch.equal(weights[name], tensor) for name, tensor in run.weights.items())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_tokens_that_the_vocabulary_does_not_have(text_sets, tmp_path, workers):
+    """A GPU would end the process with an assertion that names no row."""
+    shutil.copytree(text_sets / "docs", tmp_path / "set")
+    values = json.loads((tmp_path / "set" / NAME).read_text()) | {"vocabulary": 299}
+    (tmp_path / "set" / NAME).write_text(json.dumps(values))
+    needs, streams = {"positions": 16, "vocabulary": 299}, {"a": local_set(path=str(tmp_path / "set"))}
+    loading = texts(Placement(2, False), needs, streams=streams, workers=workers)
+    line = r"^texts: \S+ has the token \d{3}, its vocabulary has 299 tokens from 0; pack the texts again$"
+    with pytest.raises(ValueError, match=line):
+        list(loading.loader)
 
 
 def test_texts_that_do_not_fit_the_model(text_sets, tmp_path):

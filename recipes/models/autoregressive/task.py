@@ -79,6 +79,7 @@ class Autoregressive(TransformerTask):
         if attention == "flex":  # the network would refuse it in the first batch only
             resolve(attention, self.network.layout, "cuda", self.network.head_width)
         self.image_weight = image_weight
+        self.token_ids = {"text": range(-1, text_vocabulary), "image": range(codes)}
         self.counted = {"image": codes}
         self.eval_names = ["loss", "text_loss", "image_loss"]
         self.eval_sums = {"loss": {"text_loss": 1 - image_weight, "image_loss": image_weight}}

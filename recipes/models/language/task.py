@@ -55,6 +55,7 @@ class Language(TransformerTask):
             "vocabulary": vocabulary,
         }
         self.network = TextTransformer(**self.sizes, dropout=dropout)
+        self.token_ids = {"tokens": range(vocabulary)}
         self.counted = {"tokens": vocabulary}
         self.counted_from = {"tokens": 1}
 
