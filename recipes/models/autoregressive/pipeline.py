@@ -141,15 +141,25 @@ def jobs(captions: list[str], batch: int) -> Iterator[tuple[list[str], int]]:
 
 
 def load(parts: ExportParts) -> TokenPipeline:
-    """The pipeline of an export. See `recipes.generation.exports.load_pipeline`."""
+    """The pipeline of an export. See `recipes.generation.exports.load_pipeline`.
+
+    Raises:
+        ValueError: the vocabulary is another one than the transformer's, whose tokens it may not have.
+    """
     parts.image_encoder.need_decoder()
     network = load_transformer(parts.network).eval()
+    vocabulary = Vocabulary.read(parts.folder / VOCABULARY)
+    if vocabulary.size != network.text_vocabulary:
+        raise ValueError(
+            f"{vocabulary.where}: {vocabulary.size} entries, and the transformer beside it has "
+            f"{network.text_vocabulary} text tokens; copy the export again"
+        )
     if parts.precision != "fp32":  # on a machine with 8 GPUs, 8 processes would hold 24 GB of host memory each
         network.cast_blocks(DTYPES[parts.precision], parts.device)
     return TokenPipeline(
         network=network.to(parts.device),
         image_encoder=parts.image_encoder.to(parts.device),
-        vocabulary=Vocabulary.read(parts.folder / VOCABULARY),
+        vocabulary=vocabulary,
         resolution=parts.record["resolution"],
         device=parts.device,
         precision=parts.precision,

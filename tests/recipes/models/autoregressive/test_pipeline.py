@@ -1,6 +1,7 @@
 """The picture whose upper rows are kept: the same pixels as training makes of the file."""
 
 import os
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -114,3 +115,19 @@ def test_tokens_are_drawn_with_a_graph_of_its_own_per_batch(token_sets, monkeypa
     assert (drawn.generate(captions, seeds=seeds, batch=2, cuda_graph=False) == plain).all()
     assert len(graphs) == 2
     assert len(np.unique(plain)) > 3
+
+
+def test_another_vocabulary_beside_the_transformer_is_named(token_sets, tmp_path, monkeypatch):
+    """Captions had tokens beyond its table, of which a GPU names nothing, or other ones."""
+    shutil.copy(token_sets / "vocabulary.json", tmp_path)
+    sizes = {"layout": TokenLayout(3, 4, 3), "layers": 1, "width": 8, "heads": 2, "codes": 9}
+    network = TokenTransformer(text_vocabulary=270, **sizes)
+    monkeypatch.setattr(pipeline, "load_transformer", lambda folder: network)
+    encoder = SimpleNamespace(need_decoder=lambda: None, to=lambda device: None)
+    parts = SimpleNamespace(network=tmp_path, image_encoder=encoder, precision="fp32", folder=tmp_path, device="cpu")
+    parts.record = {"resolution": 32}
+    line = f"^{tmp_path}/vocabulary.json: 280 entries, and the transformer beside it has 270 text tokens; copy the"
+    with pytest.raises(ValueError, match=line):
+        pipeline.load(parts)
+    network = TokenTransformer(text_vocabulary=280, **sizes)
+    assert pipeline.load(parts).vocabulary.size == 280
