@@ -56,14 +56,24 @@ def _packs(file: str) -> bool:
         return False
 
 
+def _check_results(out: Path) -> None:
+    """Refuse a folder of results that cannot be written, as the one beside a set that others have made often is."""
+    out = out.absolute()
+    above = next(folder for folder in (out, *out.parents) if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        fail([f"{out}: the results cannot be written there; give another folder by --out=FOLDER"])
+
+
 def _verify_packed(folder: Path, options: argparse.Namespace, others: list[str]) -> bool:
     others = [f"--{name}" for name in ("records", "seed") if getattr(options, name) is not None] + others
     if others:
         fail([f"{others[0]}: {folder} is a set of packed texts, which are checked with --out and --workers only"])
+    out = options.out or folder.parent / "verified"
+    _check_results(out)
     with user_errors():
         from precompute.checking.packed import verify_packed
 
-        return verify_packed(folder, options.out or folder.parent / "verified", options.workers)
+        return verify_packed(folder, out, options.workers)
 
 
 def main(arguments: list[str]) -> int:
@@ -102,11 +112,13 @@ def main(arguments: list[str]) -> int:
         fail(["--dry-run: verify.py only reads, it has nothing to try"])
     if label is not None and label not in config.sources:
         fail([f"{rest[0]}: names no source {label}; the folder of a set has its source's name"])
+    out = options.out or Path(config.out, "verified")
+    _check_results(out)
     set_default_threads(spare=0)
     with user_errors():
         from precompute.checking.verification import verify
 
-        out, labels = options.out or Path(config.out, "verified"), [label] if label else list(config.sources)
+        labels = [label] if label else list(config.sources)
         try:
             records, seed = RECORDS if options.records is None else options.records, options.seed or 0
             holds = verify(config, labels, records, seed, out, options.workers)

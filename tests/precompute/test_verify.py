@@ -338,3 +338,13 @@ def test_a_folder_that_is_no_set_says_what_to_give(copy, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main([str(copy)])
     assert "give the YAML of the job" in capsys.readouterr().err
+
+
+def test_results_that_cannot_be_written_name_the_option(copy, tmp_path, capsys, monkeypatch):
+    """The check of the files came first, and the error named the folder alone."""
+    folder = copy.parent
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != folder)
+    with pytest.raises(SystemExit, match="2"):
+        main([str(copy)])
+    line = f"error: {folder}/verified: the results cannot be written there; give another folder by --out=FOLDER\n"
+    assert capsys.readouterr().err == line

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from streaming.base.compression import decompress
@@ -123,3 +124,13 @@ def test_what_packed_texts_cannot_be_asked_is_said(text_sets, capsys):
         with pytest.raises(SystemExit, match="2"):
             main(list(map(str, arguments)))
         assert line in capsys.readouterr().err
+
+
+def test_results_that_cannot_be_written_name_the_option(copy, tmp_path, capsys, monkeypatch):
+    """The check of the files came first, and the error named the folder alone."""
+    folder = copy.parent
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != folder)
+    with pytest.raises(SystemExit, match="2"):
+        main([str(copy)])
+    line = f"error: {folder}/verified: the results cannot be written there; give another folder by --out=FOLDER\n"
+    assert capsys.readouterr().err == line
