@@ -148,7 +148,9 @@ class ScheduledEMA(Lever):
             self.leave()
 
     def end(self, run: Run) -> None:
-        if not self.running:
+        if self.running:
+            self.average.settle()  # else the error of a last update would be seen by nobody, if nothing is saved
+        else:
             value, unit = self.begins
             log.warning(
                 f"scheduled_ema: the run ended before the average began, at {value:g}{unit}: its exports have the "

@@ -393,6 +393,16 @@ def test_an_average_that_begins_late_says_so(batch, capsys):
     assert ("has no average; it begins here" in capsys.readouterr().out) == (batch == 7)
 
 
+def test_the_end_of_a_run_fails_if_the_last_update_did():
+    ema, run = ScheduledEMA(decay=0.9, device="cpu"), FakeRun(nn.Linear(3, 3), duration="10ba")
+    ema.change_modules(run)
+    ema.begin(run.at(0))
+    ema.average._blend = lambda current, keep: 1 / 0
+    ema.step_end(run.at(10))
+    with pytest.raises(ZeroDivisionError):
+        ema.end(run.at(10))
+
+
 @pytest.mark.parametrize(("start", "warned"), [("2000sp", True), ("0ba", False)])
 def test_a_run_that_ends_before_its_average_begins_warns(start, warned, capsys):
     """How many samples a batch has is not known when the start is checked."""
