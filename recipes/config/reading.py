@@ -44,7 +44,10 @@ def read_values(path: str | Path, overrides: list[str], labels: Mapping[str, Any
     for key, default in (labels or {}).items():
         if key not in values and any(override.startswith(f"{key}.") for override in overrides):
             values = {**values, key: default}
-    values = _merged(values, _parse(overrides))
+    given = _parse(overrides)
+    if lines := _empty_overrides(values, given):
+        raise ConfigError(lines)
+    values = _merged(values, given)
     try:
         return OmegaConf.to_container(OmegaConf.create(values), resolve=True)
     except (OmegaConfBaseException, RecursionError) as error:
@@ -180,6 +183,21 @@ def merge(below: Any, above: Any) -> Any:
     for key, value in above.items():
         merged[key] = merge(below[key], value) if key in below else value
     return merged
+
+
+def _empty_overrides(below: Mapping[str, Any], given: Mapping[str, Any], path: str = "") -> list[str]:
+    """A line for each `{}` that is given where `below` has labels of components, none of which it removes."""
+    lines = []
+    for key, value in given.items():
+        inner = below.get(key)
+        if not isinstance(value, Mapping) or not isinstance(inner, Mapping):
+            continue
+        lines += _empty_overrides(inner, value, f"{path}{key}.")
+        labels = [label for label, one in inner.items() if isinstance(one, Mapping) and "name" in one]
+        if not value and labels and len(labels) == len(inner):
+            give = " ".join(f"{path}{key}.{label}=null" for label in labels)
+            lines.append(f"{path}{key}: {{}} removes nothing; give {give}")
+    return lines
 
 
 def _misspelled_removals(below: Mapping[str, Any], above: Mapping[str, Any], path: str = "") -> list[str]:

@@ -3,6 +3,7 @@
 import re
 from unittest import mock
 
+import pytest
 import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from recipes.config.components import COMPONENTS
 from recipes.config.reading import merge, read_values
 from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.config.schema import LARGEST_FLOAT, Checker
+from recipes.config.values import ConfigError
 
 # Two cores with other work on them: a slow example is no finding.
 settings.register_profile("patient")
@@ -135,3 +137,21 @@ def test_an_override_is_read_once_and_nobody_changes_what_it_said(tmp_path):
         assert read() == expected
     texts = ["{d: [2], e: '${once_a.b}'}", "3", "4", "5"]
     assert [call.args[0] for call in loads.mock_calls if isinstance(call.args[0], str)] == texts
+
+
+def test_nothing_given_for_labels_says_how_to_remove_them(tmp_path):
+    """The run had its validation sets all the same, without a word."""
+    evals = "{a: {name: x, streams: {s: {name: y}}}, b: {name: x}}"
+    (tmp_path / "recipe.yaml").write_text(f"evals: {evals}\nfsdp: {{wrap: z}}")
+
+    def read(override):
+        return read_values(tmp_path / "recipe.yaml", [override])
+
+    for override, line in (
+        ("evals={}", "evals: {} removes nothing; give evals.a=null evals.b=null"),
+        ("evals.a={streams: {}}", "evals.a.streams: {} removes nothing; give evals.a.streams.s=null"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{re.escape(line)}$"):
+            read(override)
+    for override in ("fsdp={}", "evals.a={}", "callbacks={}"):  # sections and components stay as they are
+        read(override)

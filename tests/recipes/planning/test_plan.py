@@ -294,7 +294,7 @@ def test_one_pass_makes_gradients_while_activations_are_freed(planner):
 @pytest.mark.parametrize(
     ("algorithms", "forward", "backward"),
     [
-        ("{}", 1.0, None),
+        ("{activation_checkpointing: {name: activation_checkpointing}}", 1.0, None),
         ("{compile: {name: compile}}", None, None),
         ("{working_weights: {name: working_weights}}", 1.0, 1.0),
     ],
@@ -435,7 +435,7 @@ def test_what_fits_on_more_devices_than_are_linked_here(planner):
 @pytest.fixture(scope="module")
 def tokens():
     sizes = "layers: 2, width: 32, heads: 4, text_positions: 8, text_vocabulary: 300, side: 4, codes: 64"
-    own = ["algorithms={}", "training.global_batch=8", "optimizer={name: adamw, lr: 1e-3}"]
+    own = ["training.global_batch=8", "optimizer={name: adamw, lr: 1e-3}"]
     overrides = [f"model={{name: autoregressive, {sizes}}}", *own]
     return Planner(load_config(ROOT / "yamls" / "dalle_12b.yaml", overrides, Recipe, []))
 

@@ -401,7 +401,7 @@ def test_a_recipe_trains_the_same(name, engine, latent_sets, token_sets, tmp_pat
         made = small(name, sets, tmp_path / str(number), sharded=False)
         path = tmp_path / f"{number}.yaml"
         path.write_text(to_yaml(made))
-        changes = [f"algorithms.graphs={graphs}", "training={tensor_parallel: 1, microbatch: 4}", "callbacks={}"]
+        changes = [f"algorithms.graphs={graphs}", "training={tensor_parallel: 1, microbatch: 4}"]
         changes += ["training.duration=3ba", "algorithms={powersgd: null, activation_checkpointing: null}"]
         seen = record(engine, load_config(path, changes, Recipe))
         (lever,) = [lever for lever in seen.levers if isinstance(lever, CudaGraphs)] or [None]
