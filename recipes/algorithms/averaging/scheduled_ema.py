@@ -209,6 +209,8 @@ class ScheduledEMA(Lever):
     def _left_of_beginning(self, clock: Clock) -> float:
         """Share that the weights of its beginning have in the average at the end of the run; 0 if not known here."""
         (total, unit), (value, given) = clock.position(clock.duration), self.begins
+        if self.begun is not None:  # by the checkpoint: the run may have been shorter then
+            value, given = self.begun, "ba"
         return self.decay ** ((total - value) // self.every) if unit == given == "ba" else 0.0
 
     def _begin(self, clock: Clock) -> None:

@@ -367,6 +367,9 @@ def test_an_average_that_stays_near_its_beginning(arguments, said, capsys):
     ScheduledEMA(**arguments).check_run(SimpleNamespace(clock=Clock(0, 0, 0, "10000ba")))
     found = capsys.readouterr().out
     assert said in found and bool(said) == bool(found)
+    (ema := ScheduledEMA(**arguments)).begun = 0  # by the checkpoint of a shorter run
+    ema.check_run(SimpleNamespace(clock=Clock(9, 0, 0, "100000ba")))
+    assert not capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("start", "batch"), [("0.07dur", 7), ("0.29dur", 29), ("0.555dur", 56)])
@@ -397,8 +400,7 @@ def test_the_end_of_a_run_fails_if_the_last_update_did():
     ema, run = ScheduledEMA(decay=0.9, device="cpu"), FakeRun(nn.Linear(3, 3), duration="10ba")
     ema.change_modules(run)
     ema.begin(run.at(0))
-    ema.average._blend = lambda current, keep: 1 / 0
-    ema.step_end(run.at(10))
+    ema.average.work = SimpleNamespace(result=lambda: 1 / 0)  # of the last update
     with pytest.raises(ZeroDivisionError):
         ema.end(run.at(10))
 
