@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from data.system.errors import one_line
 from recipes.engines.checkpoints.plain_pickles import loadable
 
 
@@ -81,7 +82,14 @@ def check_kept(
             f"optimizer: {kind.__name__} has groups without parameters ({', '.join(empty)}), and no run could go on "
             "from a checkpoint; leave them out"
         )
-    other = [key for key in optimizer.state_dict() if key not in ("state", "param_groups")]
+    try:
+        state = optimizer.state_dict()
+    except RuntimeError as error:
+        raise ValueError(
+            f"optimizer: {kind.__name__}.state_dict ({kind.__module__}) fails, and checkpoints need it on every rank: "
+            f"{one_line(error)}; divide the state by training.fsdp instead, or set checkpoints.save=false"
+        ) from error
+    other = [key for key in state if key not in ("state", "param_groups")]
     if other:
         raise ValueError(
             f"optimizer: {kind.__name__}.state_dict ({kind.__module__}) has {other[0]!r}, and checkpoints hold "

@@ -64,7 +64,13 @@ class Slow(torch.optim.SGD):
         return super().state_dict() | {"slow": 1}
 
 
+class Divided(torch.optim.SGD):
+    def state_dict(self):
+        raise RuntimeError("Optimizer state has not been consolidated on this rank.")
+
+
 @pytest.mark.parametrize(("make", "said"), [
+    (lambda ps: Divided(ps, lr=1.0), r"Divided.state_dict \(.*\) fails, and .*: RuntimeError Optimizer state"),
     (lambda ps: torch.optim.SGD(ps[:1], lr=1.0), r"SGD leaves out bias, which would not be trained; give it all"),
     (lambda ps: torch.optim.SGD([{"params": []}, {"params": ps}, {"params": []}], lr=1.0),
      r"SGD has groups without parameters \(0, 2\), and no run could go on from a checkpoint; leave them out"),
