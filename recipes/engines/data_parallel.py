@@ -44,7 +44,16 @@ def data_parallel(module: nn.Module, averaged: bool) -> nn.Module:
     Args:
         module: on the rank's device. Every rank must call this.
         averaged: a lever averages the gradients, so that the module needs no DistributedDataParallel around it.
+
+    Raises:
+        ValueError: it has a complex tensor on a CPU, which gloo does not send, nor does it name it.
     """
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_complex() and tensor.device.type == "cpu":
+            raise ValueError(
+                f"model: {name.removeprefix('task.')} is complex, and ranks on CPUs cannot exchange it; keep its real "
+                "and imaginary part in a real tensor (torch.view_as_real)"
+            )
     if averaged:
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor.detach(), src=0)

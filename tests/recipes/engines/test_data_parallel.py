@@ -27,3 +27,12 @@ def test_parameters_without_gradients_are_named(one_rank):
 def test_other_errors_are_as_they_are(one_rank):
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         data_parallel(Halves(), averaged=False)(torch.ones(1, 3))
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_complex_buffers_are_named(one_rank, averaged):
+    """Of gloo it was "Invalid scalar type"."""
+    model = Halves()
+    model.used.register_buffer("waves", torch.ones(3, dtype=torch.complex64))
+    with pytest.raises(ValueError, match=r"^model: used.waves is complex, and ranks on CPUs cannot exchange it; keep"):
+        data_parallel(model, averaged)
