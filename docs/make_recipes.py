@@ -41,7 +41,7 @@ callbacks:
 A command takes a YAML file and, optionally, overrides of the form `key.sub=value`, where the value is YAML:
 
 ```bash
-composer recipes/train.py yamls/openmoji_vae.yaml training.duration=1200ba optimizer.lr=1e-3
+composer recipes/train.py yamls/openmoji_vae.yaml training.duration=1200ba optimizer.lr=1e-2
 composer -n 8 recipes/train.py yamls/sd2_base.yaml 'callbacks.sample_grid.prompts=[a red fox, a blue cube]'
 ```
 

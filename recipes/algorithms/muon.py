@@ -91,7 +91,7 @@ class Muon(torch.optim.Optimizer):
         parts = []
         turn = 0  # of the ranks, one matrix each
         for parameters in lists:
-            updates = [self._momentum(parameter, group["momentum"]) for parameter in parameters]
+            updates = self._momentum(parameters, group["momentum"])
             mine = slice((rank() - turn) % world_size(), None, world_size())
             parts.append((mine, orthogonal(torch.stack(updates[mine])) if updates[mine] else None))
             turn += len(parameters)
@@ -99,22 +99,26 @@ class Muon(torch.optim.Optimizer):
         # After all have been computed, so that ranks need not wait for each other in each list.
         for parameters, (mine, part) in zip(lists, parts, strict=True):
             rows, columns = _shape(parameters[0])
-            step_size = lr * math.sqrt(max(1, rows / columns))
-            for parameter, update in zip(parameters, _of_all_ranks(mine, part, parameters), strict=True):
-                values = own(parameter)
-                values.mul_(1 - lr * group["weight_decay"])
-                values.add_(shard_of(parameter, update.reshape(parameter.shape)), alpha=-step_size)
+            found = _of_all_ranks(mine, part, parameters).float()
+            shards = [shard_of(p, one.reshape(p.shape)) for p, one in zip(parameters, found, strict=True)]
+            values = [own(parameter) for parameter in parameters]
+            torch._foreach_mul_(values, 1 - lr * group["weight_decay"])
+            torch._foreach_add_(values, shards, alpha=-lr * math.sqrt(max(1, rows / columns)))
 
-    def _momentum(self, parameter: Tensor, decay: float) -> Tensor:
-        """The whole of a parameter's momentum, as Nesterov's, (rows, columns)."""
-        state = self.state[parameter]
-        if "momentum" not in state:
-            state["momentum"] = torch.zeros_like(parameter)
-        mean, gradient = own(state["momentum"]), own(parameter.grad)
-        mean.lerp_(gradient, 1 - decay)
-        update = gradient.lerp(mean, decay)
-        update = whole(as_shard(parameter, update)) if isinstance(parameter, DTensor) else update
-        return update.reshape(_shape(parameter))
+    def _momentum(self, parameters: list[Tensor], decay: float) -> list[Tensor]:
+        """The whole momentum of each parameter, as Nesterov's, (rows, columns)."""
+        for parameter in parameters:
+            if "momentum" not in self.state[parameter]:
+                self.state[parameter]["momentum"] = torch.zeros_like(parameter)
+        means = [own(self.state[parameter]["momentum"]) for parameter in parameters]
+        gradients = [own(parameter.grad) for parameter in parameters]
+        torch._foreach_lerp_(means, gradients, 1 - decay)
+        updates = torch._foreach_lerp(gradients, means, decay)
+        found = []
+        for parameter, update in zip(parameters, updates, strict=True):
+            update = whole(as_shard(parameter, update)) if isinstance(parameter, DTensor) else update
+            found.append(update.reshape(_shape(parameter)))
+        return found
 
     def _update_others(self, group: dict[str, Any], trained: list[Tensor]) -> None:
         for parameter in trained:
