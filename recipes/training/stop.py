@@ -61,6 +61,8 @@ def begin_batches() -> None:
     first batch: those that would wait for it alone might wait for ranks that have ended.
     """
     global _in_batches
+    if not _in_batches:
+        catch_again()  # libraries that components use set handlers of their own, such as ones that end the process
     _in_batches = True
 
 
@@ -120,12 +122,16 @@ def stop_signals() -> Iterator[None]:
 
 
 def _catch(number: int, frame: FrameType | None) -> None:
+    _note(number)
+
+
+def _note(number: int) -> None:
     global _caught
     _caught = _caught or signal.Signals(number).name  # after Ctrl-C, `composer` sends SIGTERM
 
 
 def _end_at_once(numbers: int, launched: bool) -> None:
-    """End the process at a signal before its first batch, and at a second Ctrl-C.
+    """Note signals. End the process at one before its first batch, and at a second Ctrl-C.
 
     This is a thread's work: handlers run between two lines of Python in the main thread, which may wait in C++ for
     minutes, such as for ranks that have ended.
@@ -137,6 +143,8 @@ def _end_at_once(numbers: int, launched: bool) -> None:
     pressed = 0
     with open(numbers, "rb", buffering=0) as file:
         while (number := file.read(1)[0]) != NO_SIGNAL:
+            if number in SIGNALS and signal.getsignal(number) is not _catch:
+                _note(number)  # a component has set another handler since the first batch
             if number in SIGNALS and not _in_batches:
                 _say(f"{signal.Signals(number).name}: nothing to save; start it again to go on")
                 os._exit(EXIT_CODE)

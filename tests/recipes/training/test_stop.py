@@ -169,6 +169,25 @@ def test_a_run_in_the_background_goes_on_ignoring_ctrl_c(imports):
         signal.signal(signal.SIGINT, before)
 
 
+def test_handlers_of_components_do_not_keep_signals_from_the_run():
+    """Such a run trained on until it was killed, or ended at once without a checkpoint, with the handler's status."""
+    heard = []
+    with stop.stop_signals():
+        signal.signal(signal.SIGTERM, lambda *_: pytest.fail("set before the first batch"))
+        stop.begin_batches()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested()
+    with stop.stop_signals():
+        stop.begin_batches()
+        signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+        stop.begin_batches()  # of the next batch
+        os.kill(os.getpid(), signal.SIGTERM)
+        end = time.monotonic() + 60
+        while time.monotonic() < end and not stop.requested():
+            time.sleep(0.01)
+        assert stop.requested() and stop.caught() == "SIGTERM" and heard == [signal.SIGTERM]
+
+
 def test_a_process_that_ends_after_its_checkpoint_keeps_its_status():
     """Launchers end it when another rank was faster."""
     child = os.fork()
