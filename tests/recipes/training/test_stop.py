@@ -4,6 +4,7 @@ import ctypes
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -200,6 +201,39 @@ def test_a_process_that_ends_after_its_checkpoint_keeps_its_status():
             os.kill(os.getpid(), signal.SIGTERM)
             os._exit(error.code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == stop.EXIT_CODE
+
+
+STAYS = """
+import multiprocessing, runpy, sys, threading, time
+from recipes.config import command_line
+from recipes.training import stop
+
+def stay():
+    if kind == "ends":
+        return
+    while True:
+        time.sleep(0.01)
+
+def read(*_):
+    made = multiprocessing.Process if kind == "process" else threading.Thread
+    made(target=stay).start()
+    print("printed")
+    raise stop.StartAgain
+
+kind, script = sys.argv[1:]
+stop.PATIENCE = 0.2
+command_line.read_command_line = read
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("kind", ["thread", "process", "ends"])
+def test_a_stopped_run_ends_although_a_component_works_on(kind):
+    """Python waited for it for ever, and no signal but SIGKILL ended that, with a status that says nothing."""
+    command = [sys.executable, "-c", STAYS, kind, train.__file__]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=Path(train.__file__).parents[1])
+    assert (done.returncode, done.stdout) == (stop.EXIT_CODE, "printed\n")
+    assert ("still ran 0.2 s after the run: end threads and processes of" in done.stderr) == (kind != "ends")
 
 
 def test_a_signal_to_a_forked_process_is_its_own():
