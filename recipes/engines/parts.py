@@ -181,7 +181,7 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
 
     def new_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         optimizer = build(recipe.optimizer, parameters=parameters, task=task)
-        check_step(optimizer)
+        check_step(optimizer, on_cpu=not place.use_gpu)
         trained = {name: parameter for name, parameter in task.named_parameters() if parameter.requires_grad}
         check_kept(optimizer, trained, keeps(recipe), sent)
         check_first_step(optimizer, task, keeps(recipe))
