@@ -164,6 +164,13 @@ def test_without_optimizer_state_nothing_is_measured():
     assert memory.sizes[:5] == [1, 1, 1, 1, 2]
 
 
+def test_an_optimizer_without_a_state_is_measured_too():
+    """The run went on with microbatches of 1 sample to its end."""
+    memory = FakeMemory()
+    _, search, _ = run(memory, optimizer=torch.optim.SGD)
+    assert memory.sizes == [1, 1, 1, 1, 1, 2, 6] and search.settled
+
+
 def test_a_batch_with_fewer_samples_is_not_measured():
     """The last one of an epoch may have less than a microbatch of them."""
     memory, run = FakeMemory(), FakeRun(Line())
