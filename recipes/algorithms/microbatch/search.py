@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from data.system.log import log
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
@@ -129,13 +130,20 @@ class MicrobatchSearch(Lever):
             compiled: levers that compile or capture only when the size is found.
 
         Raises:
-            ValueError: the task's loss compares the samples of a microbatch, so their number changes what is learned.
+            ValueError: the task's loss or its norms compare the samples of a microbatch, so their number changes what
+                is learned.
         """
         if task.compares_samples:
             raise ValueError(
                 "training.microbatch: auto would change what is learned: the model's loss compares the samples of a "
                 "microbatch with each other; give a number, or null for the whole device batch"
             )
+        for name, module in task.named_modules():
+            if isinstance(module, _BatchNorm) and module.training:  # else its statistics are fixed
+                raise ValueError(
+                    f"training.microbatch: auto would change what is learned: {name} ({type(module).__name__}) "
+                    "has statistics of the samples of a microbatch; give a number, or null for the whole device batch"
+                )
         self.batch = batch
         self.meter = meter
         self.average = average
