@@ -8,6 +8,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -124,6 +125,22 @@ def leave_signals(worker: int) -> None:
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     give_stacks()
+
+
+def let_workers_leave_signals(loader: DataLoader) -> None:
+    """`leave_signals` in each worker process that a loader starts from now on, before its own `worker_init_fn`."""
+    if not isinstance(loader, DataLoader):  # that of a validation set may be another iterable
+        return
+    own = loader.worker_init_fn
+    if own is None:
+        loader.worker_init_fn = leave_signals
+    elif own is not leave_signals:
+        loader.worker_init_fn = partial(_leave_signals_first, own)
+
+
+def _leave_signals_first(own: Callable[[int], None], worker: int) -> None:
+    leave_signals(worker)
+    own(worker)
 
 
 def end_idle_workers(loader: DataLoader) -> None:

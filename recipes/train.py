@@ -25,7 +25,7 @@ from recipes.checking.recipe import cheap_recipe_checks
 from recipes.config.command_line import print_once, read_command_line, user_errors
 from recipes.config.recipe import Recipe
 from recipes.training.run_lock import only_run
-from recipes.training.stop import catch_again, stop_signals
+from recipes.training.stop import catch_again, ends, stop_signals
 from recipes.training.watchdog import watched
 
 
@@ -69,4 +69,5 @@ def main() -> None:
 if __name__ == "__main__":
     set_default_threads()
     set_user_name()
-    main()
+    with ends():
+        main()

@@ -13,6 +13,7 @@ import numpy as np
 from data.score_files import FACTS, FOLDER, SUMMARY, ShardScores, read_facts, read_scores, score_file, write_scores
 from data.sources.base import DecodedSample, Sample, Source, shards_of
 from data.sources.filters import Filter, decoded
+from data.system.errors import WrongResult
 from data.system.files import atomic_write, write_json
 from data.system.log import every_rank
 from data.system.ranks import Rank
@@ -127,6 +128,7 @@ def score_shard(
 
     Raises:
         Unreadable: the reading of the shard breaks off.
+        WrongResult: two samples of it have the same key.
     """
     side = max(scorer.size)
 
@@ -134,9 +136,11 @@ def score_shard(
         found = decoded(decoder, sample, side)
         if not isinstance(found, DecodedSample):
             return None
-        return found.key, found.caption, resize_and_crop(found.image, side)
+        # By the key in the source: there the sources `scored` and `unshared` look for it, and a filter may change it.
+        return sample.key, found.caption, resize_and_crop(found.image, side)
 
     keys: list[str] = []
+    once: set[str] = set()
     embeddings, similarities = [np.empty((0, 0), np.float16)], [np.empty(0, np.float32)]
     samples = (sample for sample in read_samples(source, shard) if isinstance(sample, Sample))
     decoding = [pool.submit(decode, sample) for sample in islice(samples, batch)]
@@ -148,6 +152,13 @@ def score_shard(
             continue
         found, captions, images = zip(*pairs, strict=True)
         seen = scorer.embed_images(np.stack(images), batch)
+        for key in found:
+            if key in once:
+                raise WrongResult(
+                    f"the source yields the key {key!r:.80} twice in the shard {shard}; yield each key once "
+                    "(data.sources.base.ReadOnce): scores belong to keys"
+                )
+            once.add(key)
         keys += found
         embeddings.append(seen.astype(np.float16))
         similarities.append((seen * scorer.embed_captions(list(captions), batch)).sum(1))

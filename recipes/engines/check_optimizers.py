@@ -10,14 +10,20 @@ import torch
 from torch import nn
 
 from data.system.errors import one_line
+from recipes.engines.checkpoints.own_optimizers import is_own
 from recipes.engines.checkpoints.plain_pickles import loadable
 
 
-def check_step(optimizer: torch.optim.Optimizer) -> None:
+def check_step(optimizer: torch.optim.Optimizer, on_cpu: bool) -> None:
     """
+    Args:
+        optimizer: of the run.
+        on_cpu: whether the run is on a CPU.
+
     Raises:
         ValueError: its step takes no closure, or zero_grad no set_to_none, which PyTorch gives to them when a run goes
-            on; its step needs a closure; or it exchanges weights for validation.
+            on; its step needs a closure; it exchanges weights for validation; or it has an option of PyTorch's
+            optimizers with which they could not make a step.
     """
     kind, step = type(optimizer), inspect.signature(optimizer.step)
     try:
@@ -46,6 +52,16 @@ def check_step(optimizer: torch.optim.Optimizer) -> None:
             f"optimizer: {kind.__name__} ({kind.__module__}) has train() and eval(), which a run does not call: "
             "validation, checkpoints and exports would have the weights of training; use another optimizer, and "
             "algorithms.scheduled_ema for averages"
+        )
+    if is_own(optimizer):
+        return
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ValueError(
+            f"optimizer: {kind.__name__} has differentiable=True, which no weights can be trained with; remove it"
+        )
+    if on_cpu and any(group.get("capturable") for group in optimizer.param_groups):
+        raise ValueError(
+            f"optimizer: {kind.__name__} has capturable=True, which is for GPUs, and this run is on a CPU; remove it"
         )
 
 

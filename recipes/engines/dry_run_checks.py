@@ -136,7 +136,7 @@ def _new_run(recipe: Recipe, place: Place, task: Task, devices: Devices, epoch_b
     own = {name: p for name, p in task.named_parameters() if p.requires_grad}
     stand_ins = {name: nn.Parameter(torch.zeros([1] * p.ndim)) for name, p in own.items()}
     optimizer = build(recipe.optimizer, parameters=list(stand_ins.values()), task=task)
-    check_step(optimizer)
+    check_step(optimizer, on_cpu=not place.use_gpu)
     taken = {id(p) for group in optimizer.param_groups for p in group["params"]}
     # It may take some or all parameters of the task itself, as for groups by their names.
     trained = {name: p if id(p) in taken else stand_ins[name] for name, p in own.items()}

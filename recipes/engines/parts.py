@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from data.encoded.dataset import EncodedDataset, keys_of
-from data.loading import Loading, Placement, end_idle_workers
+from data.loading import Loading, Placement, end_idle_workers, let_workers_leave_signals
 from data.own_gpu import check_own_gpu
 from data.system.garbage_collection import rare_searches
 from data.system.log import log
@@ -179,12 +179,14 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
     }
     check_loaders(data, evals, recipe, engine, batch)
     check_encoders(recipe, data, evals)
+    for loading in (data, *evals.values()):
+        let_workers_leave_signals(loading.loader)  # those of one's own, too
     other_rates = recipe.checkpoints.load_path is not None or any(key.startswith("optimizer") for key in changed)
     settings = [RecipeRates()] if other_rates else []
 
     def new_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         optimizer = build(recipe.optimizer, parameters=parameters, task=task)
-        check_step(optimizer)
+        check_step(optimizer, on_cpu=not place.use_gpu)
         trained = {name: parameter for name, parameter in task.named_parameters() if parameter.requires_grad}
         check_kept(optimizer, trained, keeps(recipe), sent)
         check_first_step(optimizer, task, keeps(recipe))

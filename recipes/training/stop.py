@@ -8,12 +8,14 @@ on.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -22,6 +24,7 @@ from data.system.log import say
 
 EXIT_CODE = 85  # "start me again": unused by shells, by Python and by launchers
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+PATIENCE = 60.0  # seconds for threads and processes of components to end after `StartAgain`
 INTERRUPTED = 130  # what shells make of SIGINT
 NO_SIGNAL = 0  # no signal has this number
 
@@ -61,6 +64,8 @@ def begin_batches() -> None:
     first batch: those that would wait for it alone might wait for ranks that have ended.
     """
     global _in_batches
+    if not _in_batches:
+        catch_again()  # libraries that components use set handlers of their own, such as ones that end the process
     _in_batches = True
 
 
@@ -119,13 +124,51 @@ def stop_signals() -> Iterator[None]:
         _caught, _in_batches, _handlers = None, False, {}
 
 
+@contextmanager
+def ends() -> Iterator[None]:
+    """A context of all that a process does. It ends the process if that has not ended `PATIENCE` after `StartAgain`.
+
+    Python waits for threads and processes that are not daemons, such as a component's that work in an endless loop. As
+    signals are ignored then, nothing but SIGKILL would end the wait, and a job that is to be started again would hold
+    its machines to its time limit.
+    """
+    try:
+        yield
+    except StartAgain:
+        threading.Thread(target=_end_late, name="end-late", daemon=True).start()
+        raise
+
+
+def _end_late() -> None:
+    while True:
+        time.sleep(PATIENCE)
+        children = multiprocessing.active_children()
+        others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+        if left := [one.name for one in (*others, *children) if not one.daemon]:
+            break
+    for child in children:
+        child.kill()  # their handlers of other signals may be those of this process
+    say(
+        f"ended although {', '.join(left)} still ran {PATIENCE:g} s after the run: end threads and processes of "
+        "components, or start them with daemon=True"
+    )
+    if sys.stdout is not None:
+        with suppress(OSError):
+            sys.stdout.flush()
+    os._exit(EXIT_CODE)
+
+
 def _catch(number: int, frame: FrameType | None) -> None:
+    _note(number)
+
+
+def _note(number: int) -> None:
     global _caught
     _caught = _caught or signal.Signals(number).name  # after Ctrl-C, `composer` sends SIGTERM
 
 
 def _end_at_once(numbers: int, launched: bool) -> None:
-    """End the process at a signal before its first batch, and at a second Ctrl-C.
+    """Note signals. End the process at one before its first batch, and at a second Ctrl-C.
 
     This is a thread's work: handlers run between two lines of Python in the main thread, which may wait in C++ for
     minutes, such as for ranks that have ended.
@@ -137,6 +180,8 @@ def _end_at_once(numbers: int, launched: bool) -> None:
     pressed = 0
     with open(numbers, "rb", buffering=0) as file:
         while (number := file.read(1)[0]) != NO_SIGNAL:
+            if number in SIGNALS and signal.getsignal(number) is not _catch:
+                _note(number)  # a component has set another handler since the first batch
             if number in SIGNALS and not _in_batches:
                 _say(f"{signal.Signals(number).name}: nothing to save; start it again to go on")
                 os._exit(EXIT_CODE)

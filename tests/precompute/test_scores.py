@@ -93,6 +93,28 @@ def test_images_are_decoded_while_the_model_works():
     assert found.keys == list("012345") and found.similarities.tolist() == [4.0] * 6
 
 
+class Renames(Filter):
+    def decode(self, sample, shrink_to=None):
+        return replace(super().decode(sample, shrink_to), key=f"renamed {sample.key}")
+
+
+def test_scores_belong_to_the_keys_of_the_source():
+    """Of two samples with one key, the sources that leave samples out took the score of the last one, and of images
+    that a filter had given another key they left out none."""
+    scorer = SimpleNamespace(size=(16, 16), embed_images=lambda images, batch: np.ones((len(images), 4), np.float32))
+    scorer.embed_captions = lambda captions, batch: np.ones((len(captions), 4))
+
+    def score(*keys):
+        samples = [Sample(key, picture("red"), "a picture") for key in keys]
+        source = SimpleNamespace(read=lambda shard: iter(samples))
+        with ThreadPoolExecutor(1) as pool:
+            return score_job.score_shard(source, "s", Renames(), scorer, 2, pool, keep=lambda: None).keys
+
+    assert score("a", "b", "c") == ["a", "b", "c"]
+    with pytest.raises(ValueError, match="^the source yields the key 'a' twice in the shard s; yield each key once"):
+        score("a", "b", "c", "a")
+
+
 def test_scores_are_the_models(job, clip_folder):
     from recipes.scoring.reranking import Reranker
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from data.system.log import log
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
@@ -21,6 +22,7 @@ from recipes.training.run import Run
 
 HEADROOM = 0.9  # share of the usable memory that training may take: validation and fragmentation have the rest
 GROWTH = 4  # largest step from one size to the next
+STATELESS = 5  # steps after which an optimizer without a state, such as SGD without momentum, is taken to keep none
 
 
 class MicrobatchPlan:
@@ -128,13 +130,20 @@ class MicrobatchSearch(Lever):
             compiled: levers that compile or capture only when the size is found.
 
         Raises:
-            ValueError: the task's loss compares the samples of a microbatch, so their number changes what is learned.
+            ValueError: the task's loss or its norms compare the samples of a microbatch, so their number changes what
+                is learned.
         """
         if task.compares_samples:
             raise ValueError(
                 "training.microbatch: auto would change what is learned: the model's loss compares the samples of a "
                 "microbatch with each other; give a number, or null for the whole device batch"
             )
+        for name, module in task.named_modules():
+            if isinstance(module, _BatchNorm) and module.training:  # else its statistics are fixed
+                raise ValueError(
+                    f"training.microbatch: auto would change what is learned: {name} ({type(module).__name__}) "
+                    "has statistics of the samples of a microbatch; give a number, or null for the whole device batch"
+                )
         self.batch = batch
         self.meter = meter
         self.average = average
@@ -143,6 +152,7 @@ class MicrobatchSearch(Lever):
         self.size = 1
         self.settled = False
         self.device_batch = 0  # samples of the batch at hand
+        self.steps = 0  # of the optimizer: a gradient scaler may skip the first ones
         self.warm = False  # whether a batch was trained in the present setting, so that the next one can be measured
         self.compiling = False  # whether the size was found, and is being measured with compiled modules
         self.place: dict[str, Any] | None = None  # what the result depends on
@@ -153,6 +163,12 @@ class MicrobatchSearch(Lever):
 
     def begin(self, run: Run) -> None:
         self.meter = self.meter or DeviceMemory()
+
+        def count(*_: Any) -> None:
+            self.steps += 1
+
+        count.only_looks = True  # see `recipes.engines.checkpoints.own_optimizers.is_own`
+        run.optimizer.register_step_post_hook(count)
 
     def batch_start(self, run: Run) -> None:
         if self.settled:
@@ -171,7 +187,8 @@ class MicrobatchSearch(Lever):
 
     def _after_batch(self, run: Run) -> None:
         reading = self.meter.read()
-        ready = self.warm and bool(run.optimizer.state) and self.device_batch == self.batch
+        has_its_state = bool(run.optimizer.state) or self.steps >= STATELESS
+        ready = self.warm and has_its_state and self.device_batch == self.batch
         self.warm = True  # the first batch also allocates the optimizer's state and workspaces of libraries
         proposal = 0
         if ready:

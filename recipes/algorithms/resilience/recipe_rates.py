@@ -6,6 +6,7 @@ import inspect
 from copy import deepcopy
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from recipes.training.lever import Lever
@@ -62,7 +63,23 @@ class RecipeRates(Lever):
                 rate = peak * (rate / before if before else 1.0)
             settings = {name: value for name, value in settings.items() if name not in self.counts}
             group.update(settings | {"lr": rate, "initial_lr": peak})
+            _place_steps(run.optimizer, group)
         run.peak_rates_changed()
+
+
+def _place_steps(optimizer: Optimizer, group: dict[str, Any]) -> None:
+    """Move the counts of steps of PyTorch's optimizers to where the group's settings want them.
+
+    They are where the checkpoint's settings wanted them. With `fused`, a GPU would read the memory of the host, and
+    without it, the host would wait for the GPU at each parameter.
+    """
+    if not type(optimizer).step.__module__.startswith("torch.optim."):
+        return
+    on_device = group.get("fused") or group.get("capturable")
+    for parameter in group["params"]:
+        state = optimizer.state.get(parameter, {})
+        if isinstance(step := state.get("step"), Tensor):
+            state["step"] = step.to(parameter.device if on_device else "cpu")
 
 
 def _settings(optimizer: Optimizer) -> set[str]:

@@ -16,9 +16,9 @@ def test_the_step_of_an_optimizer_takes_a_closure():
             raise AssertionError("not called")
 
     parameters = [torch.nn.Parameter(torch.zeros(2))]
-    check_optimizers.check_step(torch.optim.SGD(parameters, lr=1.0))
+    check_optimizers.check_step(torch.optim.SGD(parameters, lr=1.0), on_cpu=True)
     with pytest.raises(ValueError, match=r"^optimizer: Bare.step \(.*\) takes no closure; define step\(self, closure="):
-        check_optimizers.check_step(Bare(parameters, lr=1.0))
+        check_optimizers.check_step(Bare(parameters, lr=1.0), on_cpu=True)
 
 
 def test_zero_grad_takes_what_pytorch_gives_to_it():
@@ -29,7 +29,7 @@ def test_zero_grad_takes_what_pytorch_gives_to_it():
             raise AssertionError("not called")
 
     with pytest.raises(ValueError, match=r"^optimizer: Bare.zero_grad \(.*\) takes no set_to_none, which PyTorch"):
-        check_optimizers.check_step(Bare([torch.nn.Parameter(torch.zeros(2))], lr=1.0))
+        check_optimizers.check_step(Bare([torch.nn.Parameter(torch.zeros(2))], lr=1.0), on_cpu=True)
 
 
 def test_steps_that_need_a_closure_and_weights_that_are_exchanged():
@@ -43,9 +43,27 @@ def test_steps_that_need_a_closure_and_weights_that_are_exchanged():
 
     parameters = [torch.nn.Parameter(torch.zeros(2))]
     with pytest.raises(ValueError, match=r"^optimizer: LBFGS.step \(.*\) needs a closure, and a run gives it none"):
-        check_optimizers.check_step(torch.optim.LBFGS(parameters))
+        check_optimizers.check_step(torch.optim.LBFGS(parameters), on_cpu=True)
     with pytest.raises(ValueError, match=r"^optimizer: Averages \(.*\) has train\(\) and eval\(\), which a run"):
-        check_optimizers.check_step(Averages(parameters, lr=1.0))
+        check_optimizers.check_step(Averages(parameters, lr=1.0), on_cpu=True)
+
+
+def test_options_of_pytorch_with_which_no_step_can_be_made():
+    """They were a traceback of PyTorch at the first step."""
+    parameters = [torch.nn.Parameter(torch.zeros(2))]
+    capturable = torch.optim.Adam(parameters, capturable=True)
+    check_optimizers.check_step(capturable, on_cpu=False)
+    with pytest.raises(ValueError, match="^optimizer: Adam has capturable=True, which is for GPUs, and this run"):
+        check_optimizers.check_step(capturable, on_cpu=True)
+    for kind in (torch.optim.SGD, torch.optim.AdamW):
+        with pytest.raises(ValueError, match=f"^optimizer: {kind.__name__} has differentiable=True, which no weights"):
+            check_optimizers.check_step(kind(parameters, lr=1.0, differentiable=True), on_cpu=False)
+
+    class Own(torch.optim.Optimizer):
+        def step(self, closure=None):
+            raise AssertionError("not called")
+
+    check_optimizers.check_step(Own(parameters, {"differentiable": True, "capturable": True}), on_cpu=True)
 
 
 class Outer(torch.optim.Optimizer):

@@ -10,9 +10,11 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from data.loading import Loading
+from recipes.config.values import Component
 from recipes.engines import check_loaders
 from recipes.engines.check_loaders import check_loader
 from recipes.engines.composer.data import data_spec
+from recipes.engines.parts import Place, build_parts
 from recipes.training.callback import Callback
 
 SAMPLES, BATCH = 24, 8
@@ -225,3 +227,13 @@ def test_on_device_may_add_entries_for_a_microbatch_as_a_whole(quick_recipe, tmp
         training.fit()
         training.close()
     assert losses[0].found == losses[1].found and len(losses[0].found) == 3
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_workers_leave_signals_to_the_run(quick_recipe, tmp_path, begins):
+    """SIGUSR1 to all processes of a job killed those of a loader without `leave_signals`, and the run ended with an
+    error in place of a checkpoint."""
+    own = Component("data", "signalled", {"begins": begins}, "tests.recipes.engines.own_loaders:signalled", "data")
+    recipe = replace(quick_recipe(tmp_path), data=own, evals={})
+    loader = build_parts(recipe, Place(False, "fp32", local_world_size=1), "composer").data.loader
+    assert next(iter(loader))["begun"].tolist() == [begins] * BATCH

@@ -4,6 +4,7 @@ import ctypes
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -169,6 +170,25 @@ def test_a_run_in_the_background_goes_on_ignoring_ctrl_c(imports):
         signal.signal(signal.SIGINT, before)
 
 
+def test_handlers_of_components_do_not_keep_signals_from_the_run():
+    """Such a run trained on until it was killed, or ended at once without a checkpoint, with the handler's status."""
+    heard = []
+    with stop.stop_signals():
+        signal.signal(signal.SIGTERM, lambda *_: pytest.fail("set before the first batch"))
+        stop.begin_batches()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested()
+    with stop.stop_signals():
+        stop.begin_batches()
+        signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+        stop.begin_batches()  # of the next batch
+        os.kill(os.getpid(), signal.SIGTERM)
+        end = time.monotonic() + 60
+        while time.monotonic() < end and not stop.requested():
+            time.sleep(0.01)
+        assert stop.requested() and stop.caught() == "SIGTERM" and heard == [signal.SIGTERM]
+
+
 def test_a_process_that_ends_after_its_checkpoint_keeps_its_status():
     """Launchers end it when another rank was faster."""
     child = os.fork()
@@ -181,6 +201,39 @@ def test_a_process_that_ends_after_its_checkpoint_keeps_its_status():
             os.kill(os.getpid(), signal.SIGTERM)
             os._exit(error.code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == stop.EXIT_CODE
+
+
+STAYS = """
+import multiprocessing, runpy, sys, threading, time
+from recipes.config import command_line
+from recipes.training import stop
+
+def stay():
+    if kind == "ends":
+        return
+    while True:
+        time.sleep(0.01)
+
+def read(*_):
+    made = multiprocessing.Process if kind == "process" else threading.Thread
+    made(target=stay).start()
+    print("printed")
+    raise stop.StartAgain
+
+kind, script = sys.argv[1:]
+stop.PATIENCE = 0.2
+command_line.read_command_line = read
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("kind", ["thread", "process", "ends"])
+def test_a_stopped_run_ends_although_a_component_works_on(kind):
+    """Python waited for it for ever, and no signal but SIGKILL ended that, with a status that says nothing."""
+    command = [sys.executable, "-c", STAYS, kind, train.__file__]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=Path(train.__file__).parents[1])
+    assert (done.returncode, done.stdout) == (stop.EXIT_CODE, "printed\n")
+    assert ("still ran 0.2 s after the run: end threads and processes of" in done.stderr) == (kind != "ends")
 
 
 def test_a_signal_to_a_forked_process_is_its_own():

@@ -164,6 +164,23 @@ def test_without_optimizer_state_nothing_is_measured():
     assert memory.sizes[:5] == [1, 1, 1, 1, 2]
 
 
+def test_norms_that_compare_samples_are_refused():
+    """During the search they normalised each sample by itself, and updated their averages by it."""
+    task = Line()
+    task.norm = nn.SyncBatchNorm(3)
+    with pytest.raises(ValueError, match=r"^training.microbatch: auto would .*: norm \(SyncBatchNorm\) has stat"):
+        MicrobatchSearch(task, 24)
+    task.norm.eval()  # a part that is not trained
+    MicrobatchSearch(task, 24)
+
+
+def test_an_optimizer_without_a_state_is_measured_too():
+    """The run went on with microbatches of 1 sample to its end."""
+    memory = FakeMemory()
+    _, search, _ = run(memory, optimizer=torch.optim.SGD)
+    assert memory.sizes == [1, 1, 1, 1, 1, 2, 6] and search.settled
+
+
 def test_a_batch_with_fewer_samples_is_not_measured():
     """The last one of an epoch may have less than a microbatch of them."""
     memory, run = FakeMemory(), FakeRun(Line())

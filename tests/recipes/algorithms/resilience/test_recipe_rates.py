@@ -1,6 +1,7 @@
 """The recipe's rates in place of a checkpoint's; runs that resume with others are in test_equality.py."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -50,6 +51,24 @@ def test_counts_stay_those_of_the_checkpoint():
     group.update({"lr": 0.1, "initial_lr": 0.2, "beta": 0.9, "steps": 7})
     lever.loaded(SimpleNamespace(optimizer=optimizer, peak_rates_changed=lambda: None))
     assert (group["steps"], group["beta"], group["lr"]) == (7, 0.5, 0.1)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_counts_of_steps_are_where_the_recipe_wants_them(fused):
+    """They stayed on the host, whose memory the fused kernel of a GPU then read; and on the GPU, for which the host
+    waited at each parameter. Tensors without memory stand for those of a GPU."""
+    parameter, lever = nn.Parameter(torch.ones(2, device="meta")), RecipeRates()
+    optimizer = torch.optim.AdamW([parameter], lr=0.2)
+    (group,) = optimizer.param_groups
+    group["fused"] = fused  # PyTorch makes none with parameters that have no memory
+    lever.built(optimizer)
+    optimizer.state[parameter]["step"] = torch.tensor(3.0, device="cpu" if fused else "meta")
+    group.update({"lr": 0.2, "initial_lr": 0.2, "fused": not fused})
+    moved = mock.patch.object(torch.Tensor, "to", lambda tensor, device: torch.empty_like(tensor, device=device))
+    with moved:  # one without memory cannot be copied
+        lever.loaded(SimpleNamespace(optimizer=optimizer, peak_rates_changed=lambda: None))
+    assert optimizer.state[parameter]["step"].device.type == ("meta" if fused else "cpu")
+    assert group["fused"] is fused
 
 
 class CountsInGroups(torch.optim.SGD):
