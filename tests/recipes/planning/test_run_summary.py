@@ -49,7 +49,7 @@ def test_other_runs():
     ]
     found = lines("openmoji_vae.yaml", *overrides)
     assert found[4] == "precision:   fp32, FSDP2 SHARD_GRAD_OP, replicas: 2"
-    assert found[7] == "length:      1,600 steps, 6,400 samples"
+    assert found[7] == "length:      2,000 steps, 8,000 samples"
     kept = "all kept, begun anew at each start, in runs/openmoji_vae/checkpoints; starts from s3://x"
     assert found[8] == f"checkpoints: every 5ba, and after 30 minutes without one, {kept}"
 
