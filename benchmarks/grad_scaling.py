@@ -91,6 +91,7 @@ def train(options: argparse.Namespace, span: float, lever: str | None, output: P
         f"model={{layers: {options.layers}, width: {options.width}, heads: 2}}",
         f"training={{duration: {options.batches}ba, global_batch: {options.batch}, precision: fp32}}",
         "training.eval_every=null",
+        "optimizer={name: adamw, lr: 1.5e-3, betas: [0.9, 0.96], weight_decay: 4.5e-2}",  # as published
         f"schedule.warmup={max(1, options.batches // 10)}ba",
         "checkpoints.save=false",
         "algorithms.scheduled_ema=null",

@@ -78,6 +78,7 @@ def recipe_of(settings: Settings, variant: Variant, folder: Path) -> Recipe:
             f"training.duration={batches}ba",
             "training.eval_every=null",
             "training.device=cpu",
+            "optimizer={name: adamw, lr: 1.5e-3, betas: [0.9, 0.96], weight_decay: 4.5e-2}",  # muon sends tensors
             "schedule.warmup=1ba",
             "checkpoints.save=false",
             "algorithms.scheduled_ema=null",

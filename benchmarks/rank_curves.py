@@ -3,9 +3,9 @@
     composer -n 2 benchmarks/rank_curves.py            # after make quickstart-tokens, which makes the tokens
     composer -n 2 benchmarks/rank_curves.py --ranks 40 8 --batches 300
 
-All runs have the same initial weights, batches and learning rates: those of the beginning of yamls/openmoji_dalle.yaml
-at its full length, as Ramesh et al. 2021 compared ranks over the first tenth of training. One more run with plain
-averaging and another seed shows the variation between seeds. Curves are means over the last few batches.
+All runs have the same initial weights, batches and learning rates, those of the beginning of a run of 2,400 batches of
+yamls/openmoji_dalle.yaml with AdamW, as Ramesh et al. 2021 compared ranks over the first tenth of training. One more
+run with plain averaging and another seed shows the variation between seeds. Curves are means over the last few batches.
 """
 
 import argparse
@@ -81,6 +81,10 @@ def recipe_of(options: argparse.Namespace, folder: str, changes: list[str]) -> R
             f"evals.val.streams.val.path={options.tokens}/val",
             f"evals.val.vocabulary={options.vocabulary}",
             f"output={folder}/run",
+            # As published. Steps of muon have the same size whatever the gradients lost.
+            "optimizer={name: adamw, lr: 1.5e-3, betas: [0.9, 0.96], weight_decay: 4.5e-2}",
+            "schedule.warmup=100ba",
+            "training.duration=2400ba",
             "training.eval_every=null",
             "checkpoints.save=false",
             "algorithms.scheduled_ema=null",
