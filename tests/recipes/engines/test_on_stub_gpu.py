@@ -13,9 +13,9 @@ pytestmark = [pytest.mark.timeout(1600), needs_stub_gpu]
 ENGINES = ("composer", "lightning")
 # With CUDA graphs too: PyTorch's own kernels and compiled blocks, scaled ones, and networks without blocks.
 GRAPHED = {"sd2_base": "blocks", "dalle_1b": "blocks", "dalle_12b": "blocks", "openmoji_text": "whole"}
-# With adam16, and with amp_fp16, the host reads whether gradients are finite before it launches the update, and with
+# With adam16, muon and amp_fp16, the host reads whether gradients are finite before it launches the update, and with
 # resblock_grad_scaling, which blocks have overflowed.
-READS = {"dalle_12b": 2, "dalle_2b": 2, "dvae": 1}
+READS = {"dalle_12b": 2, "dalle_2b": 2, "dvae": 1, "openmoji_dalle": 1, "openmoji_dvae": 1, "openmoji_vae": 1}
 AVERAGED = ("dalle_12b", "dalle_2b")  # in host memory; FSDP2 under one engine each
 
 
