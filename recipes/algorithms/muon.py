@@ -61,6 +61,7 @@ class Muon(torch.optim.Optimizer):
             "eps": eps,
             "weight_decay": weight_decay,
             "matrices": matrices,
+            "fused": True,  # AdamW; PyTorch then loads its counts of steps to the device of the parameter
         }
         super().__init__(parameters, settings)
 
@@ -133,7 +134,7 @@ class Muon(torch.optim.Optimizer):
             *([own(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq")),
             [],  # maxima, of AMSGrad
             [state["step"] for state in states],
-            fused=True,
+            fused=group["fused"],
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],

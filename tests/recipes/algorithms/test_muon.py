@@ -131,6 +131,16 @@ def test_it_trains_and_goes_on(matrices):
     assert torch.equal(vector(model), vector(again))
 
 
+def test_counts_of_steps_are_loaded_to_the_device():
+    """Checkpoints are read to host memory, which the fused kernel of a GPU cannot read. Here meta stands for a GPU."""
+    model, other = Residual(), Residual().to("meta")
+    optimizer = muon(model.parameters(), model, lr=0.1, adamw_lr=0.1)
+    train(model, optimizer, 1)
+    again = muon(other.parameters(), other, lr=0.1, adamw_lr=0.1)
+    again.load_state_dict(optimizer.state_dict())
+    assert {value.device.type for state in again.state.values() for value in state.values()} == {"meta"}
+
+
 def test_which_parameters_are_matrices():
     model = Residual()
     inside = {id(p) for block in model.blocks() for p in block.parameters() if p.ndim == 2}
