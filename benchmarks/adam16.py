@@ -70,19 +70,33 @@ def main(arguments: list[str] | None = None) -> None:
         from apex.optimizers import FusedAdam
 
         alternatives["apex's FusedAdam"] = lambda p: FusedAdam(p, adam_w_mode=True, **ARGUMENTS)
+    compare("adam16", options.width, alternatives, lambda make: measured(make, options, gpu))
+
+
+def compare(
+    benchmark: str, width: int, alternatives: dict[str, Callable[..., Any]], measure: Callable[..., dict[str, Any]]
+) -> None:
+    """Write a table of the time of a step of each optimizer, relative to fused AdamW.
+
+    Args:
+        benchmark: name of the table.
+        width: of the transformer, for the name.
+        alternatives: functions that make an optimizer of parameters, by its name; "AdamW, fused" is the first.
+        measure: returns the cells of a row, given such a function.
+    """
     reference: float | None = None
     rows: list[dict[str, Any]] = []
     for name, make in alternatives.items():
         values: dict[str, Any] = {"optimizer": name}
         try:
-            values |= measured(make, options, gpu)
+            values |= measure(make)
             reference = reference or (values["ms per step"] if name == "AdamW, fused" else None)
             values["relative to fused AdamW"] = round(values["ms per step"] / reference, 2) if reference else ""
         except Exception as error:  # one that does not run here; the others still count
             values["ms per step"] = reason(error)
         rows.append(values)
-        keep_results("adam16", f"d{options.width}", rows)
-    write_results("adam16", f"d{options.width}", rows)
+        keep_results(benchmark, f"d{width}", rows)
+    write_results(benchmark, f"d{width}", rows)
 
 
 def measured(

@@ -22,9 +22,8 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 import torch
 from torch import nn
 
-from benchmarks.adam16 import parameters
+from benchmarks.adam16 import compare, parameters
 from benchmarks.common.options import positive
-from benchmarks.common.reporting import keep_results, reason, write_results
 from benchmarks.common.timing import times, training_device
 from recipes.algorithms import muon
 from recipes.algorithms.muon import Muon, flop
@@ -73,27 +72,15 @@ def main(arguments: list[str] | None = None) -> None:
     }
     if hasattr(torch.optim, "Muon"):  # from 2.9 on
         alternatives["PyTorch's Muon"] = Both
-    reference: float | None = None
-    rows: list[dict[str, Any]] = []
-    for name, make in alternatives.items():
-        values: dict[str, Any] = {"optimizer": name}
-        try:
-            values |= measured(make, options, gpu, products=name != "AdamW, fused")
-            reference = reference or (values["ms per step"] if name == "AdamW, fused" else None)
-            values["relative to fused AdamW"] = round(values["ms per step"] / reference, 2) if reference else ""
-        except Exception as error:  # one that does not run here; the others still count
-            values["ms per step"] = reason(error)
-        rows.append(values)
-        keep_results("muon", f"d{options.width}", rows)
-    write_results("muon", f"d{options.width}", rows)
+    compare("muon", options.width, alternatives, lambda make: measured(make, options, gpu))
 
 
-def measured(
-    make: Callable[[list[nn.Parameter]], Any], options: argparse.Namespace, gpu: bool, products: bool
-) -> dict[str, Any]:
+def measured(make: Callable[[list[nn.Parameter]], Any], options: argparse.Namespace, gpu: bool) -> dict[str, Any]:
     """Cells of a row. When this returns or raises, all memory is free again."""
     made = parameters(options.width, options.layers, "cuda" if gpu else "cpu")
-    seconds = times({"": make(made).step}, options.rounds, gpu)[""]
+    optimizer = make(made)
+    seconds = times({"": optimizer.step}, options.rounds, gpu)[""]
+    products = not isinstance(optimizer, torch.optim.AdamW)
     matrices = [p for p in made if p.ndim == 2]
     flops = sum(map(flop, matrices)) if products else 0
     return {

@@ -5,19 +5,12 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
 from recipes.algorithms import muon as module
 from recipes.algorithms.optimizers import muon
 from recipes.algorithms.sharding.shards import own
 from tests.recipes.algorithms.residual import Residual, loss_of
-from tests.recipes.algorithms.sixteen_bit.adam16_ranks import STATES, sharded, step_of
+from tests.recipes.algorithms.sixteen_bit.adam16_ranks import loaded, sharded, step_of
 
 
 def new(model):
@@ -32,15 +25,7 @@ def shards(_) -> None:
         for model, optimizer in zip((whole, parts), optimizers, strict=True):
             step_of(model, optimizer, gradients)
         if step == 2:  # to a full checkpoint and back, on new objects
-            options = StateDictOptions(full_state_dict=True)
-            saved = (
-                get_model_state_dict(parts, options=options),
-                get_optimizer_state_dict(parts, optimizers[1], options=options),
-            )
-            parts = sharded()
-            optimizers[1] = new(parts)
-            set_model_state_dict(parts, saved[0], options=STATES)
-            set_optimizer_state_dict(parts, optimizers[1], saved[1], options=STATES)
+            parts, optimizers[1] = loaded(parts, optimizers[1], new)
     for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
         # PyTorch's AdamW rounds in another way where the length of a shard is no multiple of a vector's.
         exact = "momentum" in optimizers[0].state[a]

@@ -37,6 +37,17 @@ def step_of(model, optimizer, gradients) -> None:
     optimizer.step()
 
 
+def loaded(parts, optimizer, new):
+    """Another model, and another optimizer of `new`, with what a full checkpoint holds of these."""
+    options = StateDictOptions(full_state_dict=True)
+    saved = get_model_state_dict(parts, options=options), get_optimizer_state_dict(parts, optimizer, options=options)
+    parts = sharded()
+    optimizer = new(parts)
+    set_model_state_dict(parts, saved[0], options=STATES)
+    set_optimizer_state_dict(parts, optimizer, saved[1], options=STATES)
+    return parts, optimizer
+
+
 def check_shards() -> None:
     whole, parts = Residual(width=5), sharded()
     optimizers = [adam16(m.parameters(), m, lr=3e-3, compiled=False) for m in (whole, parts)]
@@ -45,15 +56,9 @@ def check_shards() -> None:
         for model, optimizer in zip((whole, parts), optimizers, strict=True):
             step_of(model, optimizer, gradients)
         if step == 2:  # to a full checkpoint and back, on new objects
-            options = StateDictOptions(full_state_dict=True)
-            saved = (
-                get_model_state_dict(parts, options=options),
-                get_optimizer_state_dict(parts, optimizers[1], options=options),
+            parts, optimizers[1] = loaded(
+                parts, optimizers[1], lambda parts: adam16(parts.parameters(), parts, lr=1.0, compiled=False)
             )
-            parts = sharded()
-            optimizers[1] = adam16(parts.parameters(), parts, lr=1.0, compiled=False)
-            set_model_state_dict(parts, saved[0], options=STATES)
-            set_optimizer_state_dict(parts, optimizers[1], saved[1], options=STATES)
     for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
         assert torch.equal(a.detach(), b.full_tensor().detach())
         for name in ("mean", "variance"):
