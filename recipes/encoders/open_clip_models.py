@@ -14,7 +14,8 @@ from torch import nn
 
 from data.tokenizers.clip_words import bound
 from recipes.encoders.loading import cannot_load
-from recipes.models.config_files import build_from, is_number, object_in, read_object
+from recipes.models.config_files import build_from
+from recipes.models.json_files import is_number, object_in, read_object
 from recipes.models.torch_files import checked
 from recipes.models.weights import read_safetensors
 

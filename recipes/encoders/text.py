@@ -27,7 +27,8 @@ from recipes.encoders.open_clip_models import (
     open_clip_tokenizer,
     vocabulary_size,
 )
-from recipes.models.config_files import build_from, read_object
+from recipes.models.config_files import build_from
+from recipes.models.json_files import read_object
 from recipes.models.sampling import Precision
 from recipes.models.weights import read_safetensors
 

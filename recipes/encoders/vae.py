@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from recipes.encoders.base import LatentEncoder, ModelPath
 from recipes.encoders.loading import cannot_load, of_hub
-from recipes.models.config_files import build_from, is_number, read_object
+from recipes.models.config_files import build_from
+from recipes.models.json_files import is_number, read_object
 from recipes.models.sampling import Precision
 from recipes.models.weights import read_safetensors
 

@@ -16,8 +16,8 @@ from recipes.config.build import encoders_of, import_builder, imported
 from recipes.config.entry_points import all_components
 from recipes.config.schema import missing_package
 from recipes.config.values import Component
-from recipes.models.config_files import read_object
 from recipes.models.family import ExportParts, Family
+from recipes.models.json_files import read_object
 
 Weights = Literal["ema", "raw"]
 MADE = "the FOLDER that `python recipes/export.py {} FOLDER --layout native` makes"

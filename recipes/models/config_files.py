@@ -1,8 +1,7 @@
-"""The JSON files from which exported parts are built again. Exports are passed on, so that nobody vouches for them."""
+"""Networks that are built again by the JSON files of exports, in which wrong numbers must not take all memory."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,41 +10,14 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from data.system import files
 from data.system.errors import one_line
 from data.system.memory import NotEnoughMemory, memory_to_read
+from recipes.models.json_files import read_object
 
 Built = TypeVar("Built")
 LARGEST = 10_000  # number that a config may hold, whatever the weights
 SPARE = 1_000_000  # values that a network may have for a while, besides those of its weights
 SPARE_TENSORS = 1000  # and tensors: thousands of small modules would take a minute
-
-
-def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file of an export.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: it is not a JSON object.
-    """
-    try:
-        return files.read_object(file)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{file}: no such file; expected a folder that a training run exported") from None
-    except ValueError as error:
-        raise ValueError(f"{file}: expected a JSON object ({error})") from None
-
-
-def object_in(values: dict[str, Any], name: str, file: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
-    """An object inside of that of open_clip's config. Without a default it must be there.
-
-    Raises:
-        ValueError: it is not there, or no object.
-    """
-    found = values.get(name, default)
-    if not isinstance(found, dict):
-        raise ValueError(f"{file}: no object `{name}`; expected a folder in open_clip's format")
-    return found
 
 
 def build_from(
@@ -81,11 +53,6 @@ def build_from(
         if isinstance(error, ValueError | FileNotFoundError) and str(file.parent) in text:
             raise (FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError)(text) from None
         raise ValueError(f"{file}: nothing can be built of it ({text})") from error
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value of a JSON file is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _integers(values: Any) -> Iterator[int]:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from data.system.errors import first_line
 from data.system.memory import NotEnoughMemory, memory_to_read
 from recipes.models import torch_files
-from recipes.models.config_files import build_from, read_object
+from recipes.models.config_files import build_from
+from recipes.models.json_files import read_object
 
 Upgrade = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 Network = TypeVar("Network", bound=nn.Module)

@@ -14,7 +14,7 @@ from data.loading import WEIGHT
 from data.ranges import check_least
 from data.tokenizers.clip_library import open_clip
 from recipes.models.autocast import without_autocast
-from recipes.models.config_files import object_in, read_object
+from recipes.models.json_files import object_in, read_object
 from recipes.models.kl_autoencoder.task import to_signed
 from recipes.models.task import Task
 from recipes.models.weights import check_config, load_safetensors, save_safetensors

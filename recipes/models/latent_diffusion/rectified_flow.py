@@ -11,7 +11,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from torch import Tensor
 
 from data.random_numbers import Draws
-from recipes.models.config_files import is_number, read_object
+from recipes.models.json_files import is_number, read_object
 from recipes.models.latent_diffusion.objective import GLOBAL, Objective, Predict
 
 # Networks embed times as they embed the timesteps of diffusion, whose range is [0, 1000).

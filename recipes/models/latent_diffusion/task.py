@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from data.random_numbers import draws_of
 from data.system.errors import one_line
 from data.system.log import log
-from recipes.models.config_files import read_object
+from recipes.models.json_files import read_object
 from recipes.models.latent_diffusion.denoiser import Denoiser
 from recipes.models.latent_diffusion.objective import Objective, Predict, seeded_noise
 from recipes.models.task import Task, described

@@ -47,11 +47,26 @@ OTHERS = {
 }
 
 
-def test_commands_set_their_threads():
+def commands() -> dict[str, str]:
+    """The contents of each command, by its path in the repository."""
     files = [path for room in ("recipes", "precompute") for path in (ROOT / room).rglob("*.py")]
     texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in files}
-    commands = {path: text for path, text in texts.items() if "__main__" in text}
-    assert {path for path, text in commands.items() if "set_default_threads(" not in text} == OTHERS
+    return {path: text for path, text in texts.items() if "__main__" in text}
+
+
+def test_commands_set_their_threads():
+    assert {path for path, text in commands().items() if "set_default_threads(" not in text} == OTHERS
+
+
+def test_commands_do_not_import_torch_before_they_set_their_threads():
+    """Afterwards the variable has no effect. And --help and mistakes would wait for it."""
+    paths = [str(ROOT / path) for path in commands()]
+    code = (
+        f"import runpy, sys\nfor path in {paths!r}:\n    runpy.run_path(path)\n"
+        "    if 'torch' in sys.modules: sys.exit(f'{path} imports torch first')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_benchmarks_that_train_set_their_threads():
