@@ -113,6 +113,9 @@ class Cost:
         buckets: whether whole copies of the model average gradients in 32-bit buckets, which lie beside the sums of the
             gradients of several microbatches.
         stored_16_bit: number of trained values that are stored in 16 bits instead of 32, with their gradients.
+        update_flops: floating-point operations of each device per step in the update of the weights, for an optimizer
+            that computes products of matrices.
+        update_bytes: bytes that each device sends per step in this update, which waits for them.
         gathered: number format in which blocks are gathered under FSDP, for a component that sets it: "fp16".
         epoch: size of an epoch, for data.
         files: files that are written, for callbacks.
@@ -128,6 +131,8 @@ class Cost:
     sent_note: str = ""
     buckets: bool = True
     stored_16_bit: int = 0
+    update_flops: float = 0
+    update_bytes: float = 0
     gathered: str | None = None
     epoch: Epoch | None = None
     files: Files | None = None

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from data.cost import FLOAT, Cost, Plan, count_text, size_text, with_cost
+from data.cost import FLOAT, Cost, Plan, all_reduce_bytes, count_text, size_text, with_cost
 from data.ranges import check_least
 from recipes.algorithms.gradients.blocks import block_matrices, matrices_of
 from recipes.algorithms.muon import Muon, flop
@@ -116,11 +116,19 @@ def muon_cost(args: dict[str, Any], plan: Plan) -> Cost:
     low = sum(p.numel() for p in matrices)
     size = FLOAT * (low + 2 * (plan.trained - low))
     note = "one moment in fp32 of matrices, two of other parameters"
-    line = f"{sum(map(flop, matrices)) / 1e12:.3g} TFLOP per step for {count_text(len(matrices), 'matrix', 'matrices')}"
-    devices = plan.replicas * plan.shards
+    flops, devices = sum(map(flop, matrices)), plan.replicas * plan.shards
+    line = f"{flops / 1e12:.3g} TFLOP per step for {count_text(len(matrices), 'matrix', 'matrices')}"
+    sent = all_reduce_bytes(2 * low, devices) + FLOAT * low * (plan.shards - 1) / plan.shards  # shards are gathered
     if devices > 1:
         line += f", divided over {devices} devices, which exchange {size_text(2 * low)} in bf16"
-    return Cost(device_bytes=size * plan.share, checkpoint_bytes=size, note=note, lines=(line,))
+    return Cost(
+        device_bytes=size * plan.share,
+        checkpoint_bytes=size,
+        update_flops=flops / devices,
+        update_bytes=sent,
+        note=note,
+        lines=(line,),
+    )
 
 
 @with_cost(muon_cost)

@@ -222,12 +222,13 @@ class DividedRun:
         parameters, trained = parameter_counts(self.task)
         update = UPDATE_BYTES * self.held * (trained / parameters) / devices.shards
         update /= cluster.shares.memory * cluster.device.bandwidth
+        update += self.costs.optimizer.update_flops / (cluster.shares.compute * cluster.peak)
         within, between = self.sent(math.ceil(passes))
         messages = message_seconds(within, between, devices, cluster.machine, cluster.device, cluster.shares)
         operations = passes * sum(1 for _ in trace.executed(recompute))
         host = LAUNCH * operations * share_of_launches(self.recipe.algorithms) + self.averaging(passes)
         parts = passes * compute, passes * traffic, update, passes * gaps, messages, host
-        return StepTime(*parts, exposed=self.exposed(passes, recompute))
+        return StepTime(*parts, exposed=self.exposed(passes, recompute) + self.exposed_in_update())
 
     def averaging(self, passes: float) -> float:
         """Seconds of the host for the averaging of gradients over whole copies of the model, or for FSDP's units."""
@@ -258,6 +259,12 @@ class DividedRun:
         )
         count = sum(message.count for message in messages(plan, self.batch, devices, sequence, again))
         return sent / (shares.links * self.cluster.device.within) + shares.gap * count * passes
+
+    def exposed_in_update(self) -> float:
+        """Seconds of the messages of the optimizer, for which all devices wait."""
+        cluster, every = self.cluster, Devices(self.devices.world, replicas=self.devices.world)
+        sent = self.costs.optimizer.update_bytes
+        return message_seconds(0.0, sent, every, cluster.machine, cluster.device, cluster.shares)
 
     def sent(self, passes: int) -> tuple[float, float]:
         """Bytes that each device sends per step to other shards, and to other replicas."""

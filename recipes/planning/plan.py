@@ -156,7 +156,7 @@ class Planner:
         yield (
             f"  step    {time.total:.3f} s, bound by {time.bound}: arithmetic {time.compute:.3f}, memory traffic "
             f"{time.traffic:.3f}, gaps {time.gaps:.3f}, update {time.update:.3f}"
-            + (f", messages of tensor parallelism {time.exposed:.3f}" if time.exposed else "")
+            + (f", exposed messages {time.exposed:.3f}" if time.exposed else "")
         )
         yield f"  beside  messages {time.messages:.3f} s, launches {time.host:.3f} s"
         rate = self.recipe.training.global_batch / time.total

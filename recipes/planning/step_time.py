@@ -39,7 +39,7 @@ class StepTime:
         traffic: operations that memory traffic bounds.
         update: of the weights.
         messages: sent within and between machines, if nothing else went on.
-        exposed: messages of tensor parallelism, for which the GPU waits.
+        exposed: messages of tensor parallelism and of the optimizer, for which the GPU waits.
         gaps: between operations.
         host: launches.
     """
@@ -71,7 +71,7 @@ class StepTime:
             return "messages"
         parts = {
             "arithmetic": self.compute, "memory traffic": self.traffic, "update": self.update, "gaps": self.gaps,
-            "messages of tensor parallelism": self.exposed,
+            "exposed messages": self.exposed,
         }  # fmt: skip
         return max(parts, key=parts.__getitem__)
 

@@ -164,8 +164,13 @@ def test_which_parameters_are_matrices():
         work = 5 * (4 * (4 * 16**2 * 32 + 2 * 16**3) + (which == "all") * (4 * 11**2 * 16 + 2 * 11**3))
         assert cost.lines[0].startswith(f"{work / 1e12:.3g} TFLOP per step for {len(wanted)} matrices")
         assert "divided" not in cost.lines[0]
-        (line,) = muon_cost({"matrices": which}, dataclasses.replace(plan, replicas=2, shards=3)).lines
-        assert line.endswith(", divided over 6 devices, which exchange 0.0 MB in bf16")
+        assert (cost.update_flops, cost.update_bytes) == (work, 0)
+        cost = muon_cost({"matrices": which}, dataclasses.replace(plan, replicas=2, shards=3))
+        assert cost.lines[0].endswith(", divided over 6 devices, which exchange 0.0 MB in bf16")
+        values = sum(p.numel() for p in model.parameters() if id(p) in wanted)
+        gathered = 4 * values * 2 / 3  # momentum of the two other shards, in 32 bits
+        assert cost.update_flops == pytest.approx(work / 6)
+        assert cost.update_bytes == pytest.approx(gathered + 2 * (5 / 6) * 2 * values)
 
 
 def test_a_parameter_without_gradient_stays():

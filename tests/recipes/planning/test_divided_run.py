@@ -145,3 +145,20 @@ def test_differences_of_a_hundredth_decide_nothing(seconds, messages, memory, be
         for second, message, size in zip(seconds, messages, memory, strict=True)
     ]
     assert best_of(settings, DEVICE) is settings[best]
+
+
+def test_products_and_messages_of_an_optimizer_are_counted(plain):
+    by_muon = planner("optimizer={name: muon, lr: 0.02, adamw_lr: 1e-3}")
+    blocks = [p for block in by_muon.task.blocks() for p in block.parameters() if p.ndim == 2]
+    work = 0
+    for p in blocks:
+        short, long = sorted(p.shape)
+        work += 5 * (4 * short**2 * long + 2 * short**3)
+    values, rate = sum(p.numel() for p in blocks), 0.5 * 1e14
+    for division, gathered in (("DDP", 0), ("SHARD_GRAD_OP", 4 * values * 15 / 16)):
+        usual, own = (runs_of(p, 16)[division].time(1, False) for p in (plain, by_muon))
+        assert own.update - usual.update == pytest.approx(work / 16 / rate)
+        # The ring of 16 devices in two machines passes each adapter once, which is slower than links within.
+        sent = gathered + 2 * (15 / 16) * 2 * values
+        assert usual.exposed == 0 and own.exposed == pytest.approx(sent / (0.5 * 80e9))
+        assert own.total >= own.device + own.exposed

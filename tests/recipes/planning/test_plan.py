@@ -495,4 +495,4 @@ def test_groups_can_be_more_than_samples(tokens):
     assert {s.tensor for s in settings} == {2, 4}
     text = tokens.report([place_of(16)], None)
     assert re.search(r"^16 GPUs \(.*\): tensor_parallel [24], \w+", text, re.MULTILINE)
-    assert all(f"\n  tensor_parallel {n}, " in text for n in (2, 4)) and "messages of tensor parallelism" in text
+    assert all(f"\n  tensor_parallel {n}, " in text for n in (2, 4)) and "exposed messages" in text
