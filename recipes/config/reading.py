@@ -20,6 +20,7 @@ from recipes.config.source_code import ROOT
 from recipes.config.values import ConfigError
 
 MARK = re.compile(r'in "<(byte|unicode) string>", line')  # of PyYAML, which is given no file
+CUTS = re.compile(r"[#\r\n\x85\u2028\u2029]")  # what begins a comment in YAML, and its line breaks
 MAX_DEPTH = 500  # of values in each other in a YAML
 MAX_VALUES = 100_000  # of a YAML, once its aliases are replaced by what they stand for
 
@@ -150,8 +151,17 @@ def _given(override: str) -> dict[str, Any]:
     """The values of one override. The result is shared: it must not be changed."""
     key, text = override.split("=", 1)
     given = OmegaConf.create()
-    OmegaConf.update(given, key, load(text))
+    OmegaConf.update(given, key, text.strip() if _is_cut(text) else load(text))
     return OmegaConf.to_container(given, resolve=False)
+
+
+def _is_cut(text: str) -> bool:
+    """Whether YAML takes a part of a text without quotes for a comment, or its line breaks for spaces. On a command
+    line there are neither: `output=runs/mine #2` was the folder of another run, runs/mine."""
+    if not CUTS.search(text.strip()) or text.lstrip().startswith(("!", "&", "---")):
+        return False
+    tree = yaml.compose(text, yaml.CSafeLoader)
+    return tree is None or (isinstance(tree, yaml.ScalarNode) and not tree.style and tree.value != text.strip())
 
 
 def _one_line(error: Exception, where: str = "") -> str:

@@ -155,3 +155,32 @@ def test_nothing_given_for_labels_says_how_to_remove_them(tmp_path):
             read(override)
     for override in ("fsdp={}", "evals.a={}", "callbacks={}"):  # sections and components stay as they are
         read(override)
+
+
+@pytest.mark.parametrize(
+    "text", ["runs/mine #2", "#2", "runs/a\nb", "a\r\n\r\nb", "1 # 2", "null #", "~/a\t# b", "${x} #"]
+)
+def test_nothing_on_the_command_line_is_a_comment(tmp_path, text):
+    """The rest was left out without a word, so that a run wrote into the folder of another one."""
+    (tmp_path / "recipe.yaml").write_text("x: 1")
+    wanted = text.replace("${x}", "1")
+    for override in (text, f" {text}\n"):
+        assert read_values(tmp_path / "recipe.yaml", [f"output={override}"]) == {"x": 1, "output": wanted}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("a#b", "a#b"),
+        ("5\n", 5),
+        ("'a #b' # c", "a #b"),
+        ('"a\\n#b"', "a\n#b"),
+        ("[1, 'b #c'] # d", [1, "b #c"]),
+        ("{b:\n c}", {"b": "c"}),
+        ("b:\n  c: 1 # d", {"b": {"c": 1}}),
+        ("|\n b\n #c", "b\n#c"),
+    ],
+)
+def test_other_values_on_the_command_line_are_those_of_yaml(tmp_path, text, value):
+    (tmp_path / "recipe.yaml").write_text("{}")
+    assert read_values(tmp_path / "recipe.yaml", [f"a={text}"]) == {"a": value}
