@@ -99,7 +99,9 @@ def main(arguments: list[str]) -> int:
         if not (folder / CONFIG).is_file():
             fail([f"{folder}: no {CONFIG} in it; give the YAML of the job that encoded the set"])
         label = folder.name
-        rest = [str(folder / CONFIG), *without_others(folder / CONFIG, label), *rest[1:], f"out={folder.parent}"]
+        # Quoted: of a folder such as `a: b`, YAML would make a key and a value.
+        out = f"out={json.dumps(str(folder.parent), ensure_ascii=False)}"
+        rest = [str(folder / CONFIG), *without_others(folder / CONFIG, label), *rest[1:], out]
     elif rest and "://" in rest[0] and "=" not in rest[0]:
         fail([f"{rest[0]}: remote; copy the set to this machine and give its folder"])
     elif rest and re.fullmatch("[^-=][^=]*", rest[0]) and not Path(rest[0]).suffix and not Path(rest[0]).exists():

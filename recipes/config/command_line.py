@@ -62,7 +62,8 @@ def read_command_line(arguments: list[str], cls: type, usage: str | None) -> Com
         sys.exit(0)
     flags = {a for a in arguments if a in FLAGS}
     rest = [a for a in arguments if a not in FLAGS]
-    if not rest or "=" in rest[0] or rest[0].startswith("-"):
+    # A path may have a "=" in it, such as lr=1e-4/config.yaml.
+    if not rest or rest[0].startswith("-") or "=" in rest[0] and not os.path.isfile(rest[0]):
         got = f", got {rest[0]!r}" if rest else ""
         print((usage or "").strip(), file=sys.stderr)
         fail([f"expected a YAML as the first argument{got} (--help lists the keys)"])

@@ -276,7 +276,8 @@ def test_sources_of_other_sets_may_be_gone(copy, tmp_path, capsys):
     config = yaml.safe_load((copy / "config.yaml").read_text())
     config["sources"]["train"] = {"name": "folder", "path": str(tmp_path / "gone")}
     (copy / "config.yaml").write_text(yaml.safe_dump(config))
-    assert verify(capsys, copy, "--records=2", f"--out={tmp_path / 'out'}")[0] == 0
+    moved = copy.parent.rename(tmp_path / "date=1: a #b, ü") / copy.name  # signs that YAML would take for its own
+    assert verify(capsys, moved, "--records=2", f"--out={tmp_path / 'out'}")[0] == 0
 
 
 def test_an_interrupted_check_says_what_to_do(copy, tmp_path, capsys, monkeypatch):

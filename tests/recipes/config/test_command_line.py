@@ -115,6 +115,13 @@ def test_dry_run_collects_missing_paths(tmp_path, monkeypatch):
     ]
 
 
+def test_the_path_of_a_config_may_have_an_equals_sign(tmp_path):
+    file = tmp_path / "lr=1e-4" / "recipe.yaml"
+    file.parent.mkdir()
+    file.write_text(f"base: {ROOT}/yamls/sd2_base.yaml\nseed: 3\n")
+    assert read_command_line([str(file), "--dry-run"], Recipe, "").config.seed == 3
+
+
 def test_training_does_not_begin_with_variables_that_another_job_has_left(tmp_path, monkeypatch):
     (tmp_path / "a.tar").touch()
     for name in ("RANK", "WORLD_SIZE"):
