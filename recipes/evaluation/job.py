@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from data.system.arrays import damage_named
+from data.system.errors import WrongResult
 from data.system.files import atomic_write
 from data.system.log import log
 from data.system.ranks import Rank
@@ -62,6 +63,11 @@ def variants(config: Evaluation) -> list[Variant]:
     if config.rerank is not None:
         found.append(Variant("rerank", given(), pools=tuple(sorted(set(config.rerank.pools)))))
     return found
+
+
+def resolution_of(options: dict[str, Any], pipeline: Any) -> int:
+    """Side in pixels of the images that a pipeline draws with these options."""
+    return options.get("resolution") or pipeline.resolution
 
 
 @dataclass
@@ -163,7 +169,14 @@ class Job:
         """(N, H, W, 3) uint8, one image per caption, drawn from the seed plus its number."""
         seeds = [self.config.seed + number for number in numbers]
         images = self.pipeline.generate(captions, seeds=seeds, batch=self.config.batch, **options)
-        return check_images(images, len(captions))
+        images = check_images(images, len(captions))
+        side, (height, width) = resolution_of(options, self.pipeline), images.shape[1:3]
+        if (height, width) != (side, side):  # the reference gets that side, and figures depend on it
+            raise WrongResult(
+                f"generate() of the pipeline returns images of {width} x {height} pixels, and its `resolution` is "
+                f"{side}, to which the reference is resized; return images of that side, or of an option `resolution`"
+            )
+        return images
 
     def _measure(self, images: np.ndarray, captions: list[str], label: int) -> dict[str, np.ndarray]:
         arrays = self.extractor(images)

@@ -20,7 +20,7 @@ from data.tokenizers.vocabulary_files import VOCABULARY
 from recipes.config.build import build
 from recipes.config.values import plain_values
 from recipes.evaluation.config import Evaluation
-from recipes.evaluation.job import Job, Variant, variants
+from recipes.evaluation.job import Job, Variant, resolution_of, variants
 from recipes.evaluation.report import write_report
 from recipes.generation.exports import find_export, find_network, load_pipeline, read_record, weights_of
 from recipes.models.latent_diffusion.task import SCHEDULER
@@ -114,11 +114,6 @@ def _reranked(config: Evaluation, captions: int, judge: str) -> dict[str, str]:
         "reranked by": f"{config.rerank.by}, sha256 {judge}",
         "candidates": f"up to {pool} per caption, with the seeds {config.seed} to {last}",
     }
-
-
-def resolution_of(options: dict[str, Any], pipeline: Any) -> int:
-    """Side in pixels of the images that a pipeline draws with these options."""
-    return options.get("resolution") or pipeline.resolution
 
 
 def references_of(job: Job, samples: list[Sample]) -> dict[int, dict[int, Any]]:

@@ -31,9 +31,10 @@ class Family:
             `generate`; one that is not given is left to the default there, so `default` must not be set here.
         pipeline: "module:function" of a function that takes `ExportParts` and returns the family's pipeline, which has
             `device`, `resolution`, `image_encoder`, `generate(captions, *, seeds, batch, guidance, <options>)` ->
-            (N, H, W, 3) uint8, and `lost_tokens(captions)`, the number of tokens that are cut from each. An image
-            depends on its caption and its own one of the N `seeds` alone, and not on its batch: those of several
-            processes, and of runs that go on, are then the same.
+            (N, H, W, 3) uint8, and `lost_tokens(captions)`, the number of tokens that are cut from each. Evaluations
+            need squares of the side `resolution`, or of an option of this name. An image depends on its caption and
+            its own one of the N `seeds` alone, and not on its batch: those of several processes, and of runs that go
+            on, are then the same.
         diffusers: "module:function" of a function that takes `ExportParts` and a new folder and writes a pipeline of
             diffusers into it, or raises `NotInDiffusersError`; None: diffusers has none.
     """

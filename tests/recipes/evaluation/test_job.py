@@ -20,6 +20,8 @@ CAPTIONS = [f"caption {i}" for i in range(11)]
 class Pipeline:
     """Images that depend on caption, seed and options alone; it counts them, and notes the captions of each call."""
 
+    resolution = 4
+
     def __init__(self):
         self.drawn = 0
         self.calls = []
@@ -117,6 +119,13 @@ def test_images_that_a_pipeline_does_not_draw_right_are_not_measured(job, change
         one.run(Rank())
 
 
+def test_images_of_another_size_than_the_reference_gets_are_not_measured(job):
+    one = job()
+    one.pipeline.resolution = 8
+    with pytest.raises(WrongResult, match=r"^generate\(\) .* images of 4 x 4 pixels, and its `resolution` is 8, "):
+        one.run(Rank())
+
+
 @pytest.mark.parametrize("change", [lambda data: data[:-1], lambda data: data.replace(b"<f4", b"<f5"), lambda _: b""])
 def test_a_damaged_chunk_is_named(job, change):
     done = job()
@@ -138,7 +147,6 @@ def test_a_chunk_that_the_disk_does_not_give_is_not_said_to_be_damaged(job, monk
     with pytest.raises(OSError, match="Stale file handle") as error:
         collected(done)
     assert error.value.filename == str(done.file(variants(done.config)[0], 0))
-
 
 
 def test_null_is_the_default_of_an_option(job):
