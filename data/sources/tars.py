@@ -80,7 +80,7 @@ class TarSource:
                 even if a link leads to it.
         """
         self.caption = caption
-        found = list(itertools.chain.from_iterable(map(expand, [urls] if isinstance(urls, str) else urls)))
+        found = list(expand(*([urls] if isinstance(urls, str) else urls)))
         if not found:
             raise ValueError("source.urls is empty: name at least one tar")
         # With the size of a local tar, so that one that was rewritten in another size is another shard. Tars are
@@ -155,23 +155,28 @@ def _file_and_size(url: str) -> tuple[str, int | None]:
     return (url, None) if "://" in url else (os.path.realpath(url), os.stat(url).st_size)
 
 
-def expand(url: str) -> Iterator[str]:
-    """Expands the brace ranges of an address, and the wildcards of a local path.
+def expand(*urls: str) -> Iterator[str]:
+    """Expands the brace ranges of addresses, and the wildcards of local paths.
 
     Raises:
         FileNotFoundError: a local path that does not exist, or a wildcard that matches nothing.
         ValueError: a scheme that is not read, a web address with a space, a folder, or one brace of two.
     """
+    # Of all addresses at once: a list may have 100,000, for each of which a thread would be started.
+    for paths in side_by_side(_found, itertools.chain.from_iterable(map(_without_braces, urls))):
+        yield from paths
+
+
+def _without_braces(url: str) -> list[str]:
+    """The addresses that the brace ranges of one stand for. Raises as `expand`."""
     # Counted first, because braceexpand holds a whole range in memory, which a typing error could make very large.
     ranges = re.findall(r"\{(-?\d+)\.\.(-?\d+)", url)
     if math.prod(abs(int(last) - int(first)) + 1 for first, last in ranges) > MAX_SHARDS:
         raise ValueError(f"source.urls: {url} names over {MAX_SHARDS:,} tars: give a smaller range")
     try:
-        names = list(braceexpand.braceexpand(url))
+        return list(braceexpand.braceexpand(url))
     except braceexpand.UnbalancedBracesError:
         raise ValueError(f"source.urls: {url} has one brace of two: write a range as {{00000..00041}}") from None
-    for paths in side_by_side(_found, names):
-        yield from paths
 
 
 def _found(one: str) -> list[str]:

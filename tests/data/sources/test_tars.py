@@ -280,6 +280,17 @@ def test_brace_lists_and_too_large_ranges():
         next(expand("{0..9.tar"))
 
 
+def test_a_list_of_tars_is_looked_up_as_a_whole(tmp_path, monkeypatch):
+    """For each of its addresses a thread was started, for 100,000 of them in half a minute."""
+    for name in "ab0123":
+        write_tar(tmp_path / f"{name}.tar", [])
+    looked_up = Mock(wraps=tars.side_by_side)
+    monkeypatch.setattr(tars, "side_by_side", looked_up)
+    source = TarSource(urls=[f"{tmp_path}/{name}.tar" for name in ("b", "{2..3}", "[01]", "a")])
+    assert [os.path.basename(url) for url in source.urls.values()] == [f"{name}.tar" for name in "b2301a"]
+    assert looked_up.call_count == 2  # the names, and the sizes
+
+
 class Server(http.server.BaseHTTPRequestHandler):
     """Serves `files`; the first answer to each path breaks off half-way."""
 
