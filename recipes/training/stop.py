@@ -24,7 +24,8 @@ from data.system.log import say
 
 EXIT_CODE = 85  # "start me again": unused by shells, by Python and by launchers
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-PATIENCE = 60.0  # seconds for threads and processes of components to end after `StartAgain`
+PATIENCE = 60.0  # seconds for threads and processes of components to end after the run
+SAID_AFTER = 2.0  # seconds until a line says which are left: idle pools of threads end at once
 INTERRUPTED = 130  # what shells make of SIGINT
 NO_SIGNAL = 0  # no signal has this number
 
@@ -126,27 +127,35 @@ def stop_signals() -> Iterator[None]:
 
 @contextmanager
 def ends() -> Iterator[None]:
-    """A context of all that a process does. It ends the process if that has not ended `PATIENCE` after `StartAgain`.
+    """A context of all that a process does. It ends the process if that has not ended `PATIENCE` later, with the status
+    that it was to have: of a normal end, of an error, or of `StartAgain`.
 
-    Python waits for threads and processes that are not daemons, such as a component's that work in an endless loop. As
-    signals are ignored then, nothing but SIGKILL would end the wait, and a job that is to be started again would hold
-    its machines to its time limit.
+    Python waits for threads and processes that are not daemons, such as a component's that work in an endless loop. A
+    run all of whose results are written would hold its machines to the time limit of its job. After `StartAgain`,
+    which ignores signals, nothing but SIGKILL would end the wait.
     """
+    status = 1  # of an error, whose traceback Python prints before it waits
     try:
         yield
-    except StartAgain:
-        threading.Thread(target=_end_late, name="end-late", daemon=True).start()
+        status = 0
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
         raise
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+        raise
+    finally:
+        threading.Thread(target=_end_late, args=[status], name="end-late", daemon=True).start()
 
 
-def _end_late() -> None:
-    while True:
+def _end_late(status: int) -> None:
+    time.sleep(SAID_AFTER)
+    if left := _left():
+        say(f"the run has ended and waits up to {PATIENCE:g} s for {', '.join(left)}, which a component has started")
+    time.sleep(PATIENCE - SAID_AFTER)
+    while not (left := _left()):
         time.sleep(PATIENCE)
-        children = multiprocessing.active_children()
-        others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
-        if left := [one.name for one in (*others, *children) if not one.daemon]:
-            break
-    for child in children:
+    for child in multiprocessing.active_children():
         child.kill()  # their handlers of other signals may be those of this process
     say(
         f"ended although {', '.join(left)} still ran {PATIENCE:g} s after the run: end threads and processes of "
@@ -155,7 +164,14 @@ def _end_late() -> None:
     if sys.stdout is not None:
         with suppress(OSError):
             sys.stdout.flush()
-    os._exit(EXIT_CODE)
+    os._exit(status)
+
+
+def _left() -> list[str]:
+    """The threads and processes that the end of this process waits for."""
+    threads = [one.name for one in threading.enumerate() if not (one.daemon or one is threading.main_thread())]
+    children = [one.name for one in multiprocessing.active_children() if not one.daemon]
+    return [*(f"the thread {name}" for name in threads), *(f"the process {name}" for name in children)]
 
 
 def _catch(number: int, frame: FrameType | None) -> None:

@@ -205,35 +205,60 @@ def test_a_process_that_ends_after_its_checkpoint_keeps_its_status():
 
 STAYS = """
 import multiprocessing, runpy, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
 from recipes.config import command_line
 from recipes.training import stop
 
 def stay():
-    if kind == "ends":
-        return
     while True:
         time.sleep(0.01)
 
 def read(*_):
-    made = multiprocessing.Process if kind == "process" else threading.Thread
-    made(target=stay).start()
+    if kind == "pool":
+        pool.submit(int).result()  # its thread waits for more
+    else:
+        made = multiprocessing.Process if kind == "process" else threading.Thread
+        made(target=stay, name="my-uploads").start()
     print("printed")
-    raise stop.StartAgain
+    if end == "signal":
+        raise stop.StartAgain
+    if end == "mistake":
+        command_line.fail(["a mistake"])
+    if end == "bug":
+        raise RuntimeError("a bug")
+    sys.exit()
 
-kind, script = sys.argv[1:]
-stop.PATIENCE = 0.2
+kind, end, script = sys.argv[1:]
+pool = ThreadPoolExecutor(1)
+stop.SAID_AFTER, stop.PATIENCE = 0.2, 0.4
 command_line.read_command_line = read
 runpy.run_path(script, run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("kind", ["thread", "process", "ends"])
-def test_a_stopped_run_ends_although_a_component_works_on(kind):
-    """Python waited for it for ever, and no signal but SIGKILL ended that, with a status that says nothing."""
-    command = [sys.executable, "-c", STAYS, kind, train.__file__]
+@pytest.mark.parametrize(
+    ("kind", "end", "status"),
+    [
+        ("thread", "signal", 85),
+        ("process", "signal", 85),
+        ("pool", "signal", 85),
+        ("thread", "normal", 0),
+        ("process", "mistake", 2),
+        ("thread", "bug", 1),
+    ],
+)
+def test_a_run_ends_although_a_component_works_on(kind, end, status):
+    """Python waited for it for ever: the run held its GPUs when all was written. After a signal, nothing but SIGKILL
+    ended that, with a status that says nothing."""
+    command = [sys.executable, "-c", STAYS, kind, end, train.__file__]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=Path(train.__file__).parents[1])
-    assert (done.returncode, done.stdout) == (stop.EXIT_CODE, "printed\n")
-    assert ("still ran 0.2 s after the run: end threads and processes of" in done.stderr) == (kind != "ends")
+    assert (done.returncode, done.stdout) == (status, "printed\n"), done.stderr
+    lines = done.stderr.splitlines()
+    if kind != "pool":
+        ended, waits = lines.pop(), lines.pop()
+        assert waits.endswith(f"waits up to 0.4 s for the {kind} my-uploads, which a component has started")
+        assert ended.startswith(f"ended although the {kind} my-uploads still ran 0.4 s after the run: end threads")
+    assert lines[-1:] == {"mistake": ["error: a mistake"], "bug": ["RuntimeError: a bug"]}.get(end, [])
 
 
 def test_a_signal_to_a_forked_process_is_its_own():
