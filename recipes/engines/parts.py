@@ -18,7 +18,6 @@ from data.loading import Loading, Placement, end_idle_workers, let_workers_leave
 from data.own_gpu import check_own_gpu
 from data.system.garbage_collection import rare_searches
 from data.system.log import log
-from data.tokens import widen
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.algorithms.gradients.block_all_reduce import BlockAllReduce
 from recipes.algorithms.gradients.clipping import ClipByNorm
@@ -30,7 +29,7 @@ from recipes.algorithms.powersgd.lever import PowerSGD
 from recipes.algorithms.resilience.first_rate import FirstRate
 from recipes.algorithms.resilience.guard import Guard
 from recipes.algorithms.resilience.recipe_rates import RecipeRates
-from recipes.algorithms.resilience.token_ids import TokenIds
+from recipes.algorithms.resilience.token_ids import TokenIds, looked_for
 from recipes.algorithms.sharding.first_rank import FirstRankSends
 from recipes.algorithms.sharding.fsdp import Sharding
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
@@ -210,9 +209,8 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
     dataset = getattr(data.loader, "dataset", None)
     encoded = isinstance(dataset, EncodedDataset)
     keys = partial(keys_of, dataset) if encoded else lambda seeds: {}
-    # What is changed on the device is not looked at: it may be no id before.
-    looks = task.token_ids and not encoded and data.on_device in (None, widen)
-    ids = [TokenIds(task.token_ids)] if looks else []
+    looked = looked_for(task, data)
+    ids = [TokenIds(looked)] if looked else []
     guard = Guard(training.nonfinite_limit, recipe.output, keys, context["scaling"])
     callbacks = {label: build(callback, **context) for label, callback in recipe.callbacks.items()}
     if isinstance(schedule, Callback):  # a schedule that watches the run

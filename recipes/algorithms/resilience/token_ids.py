@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
+from data.encoded.dataset import EncodedDataset
+from data.loading import Batch, Loading
+from data.tokens import widen
+from recipes.models.task import Task
 from recipes.training.lever import Lever
 from recipes.training.ranks import rank
 from recipes.training.run import Run
@@ -33,21 +37,49 @@ class TokenIds(Lever):
         Raises:
             ValueError: the batch has another one.
         """
-        for name, ids in self._ids.items():
-            tokens = run.batch.get(name)
-            if not isinstance(tokens, Tensor) or tokens.is_floating_point() or not tokens.numel():
-                continue  # what a model makes of it, only the model knows
-            if tokens.device.type == "cpu":
-                self._check(run, name, tokens.long() if tokens.dtype in UNSIGNED else tokens, ids)
+        _check(run.batch, self._ids, "data", f"batch {run.clock.batch}")
 
-    def _check(self, run: Run, name: str, tokens: Tensor, ids: range) -> None:
+
+def looked_for(task: Task, loading: Loading) -> Mapping[str, range]:
+    """The ids that a model has, by entries of a batch; none where the batches of a loader need no look."""
+    encoded = isinstance(getattr(loading.loader, "dataset", None), EncodedDataset)
+    # What is changed on the device is not looked at: it may be no id before.
+    return {} if encoded or loading.on_device not in (None, widen) else task.token_ids
+
+
+def look_at(task: Task, label: str, loading: Loading) -> Callable[[Batch], Batch]:
+    """A function that each batch of a validation set passes through, on the host, and that raises as the lever does.
+
+    Args:
+        task: the model.
+        label: of the validation set.
+        loading: its batches.
+    """
+    ids = looked_for(task, loading)
+
+    def looked(batch: Batch) -> Batch:
+        _check(batch, ids, f"evals.{label}", "a batch")
+        return batch
+
+    return looked
+
+
+def _check(batch: Batch, ids: Mapping[str, range], where: str, which: str) -> None:
+    if not isinstance(batch, Mapping):
+        return  # which is refused where it is divided
+    for name, has in ids.items():
+        tokens = batch.get(name)
+        if not isinstance(tokens, Tensor) or tokens.is_floating_point() or not tokens.numel():
+            continue  # what a model makes of it, only the model knows
+        if tokens.device.type != "cpu":
+            continue
+        tokens = tokens.long() if tokens.dtype in UNSIGNED else tokens
         least, most = (end.item() for end in torch.aminmax(tokens))
-        if ids.start <= least and most < ids.stop:
-            return
-        wrong = (tokens < ids.start) | (tokens >= ids.stop)
-        place = wrong.nonzero()[0].tolist()
+        if has.start <= least and most < has.stop:
+            continue
+        place = ((tokens < has.start) | (tokens >= has.stop)).nonzero()[0].tolist()
         raise ValueError(
-            f"data: the entry `{name}` of batch {run.clock.batch} on rank {rank()} has the token "
-            f"{tokens[tuple(place)].item()} in its sample {place[0]}, and the model has those from {ids.start} to "
-            f"{ids.stop - 1}; correct the data, or give the model more"
+            f"{where}: the entry `{name}` of {which} on rank {rank()} has the token {tokens[tuple(place)].item()} in "
+            f"its sample {place[0]}, and the model has those from {has.start} to {has.stop - 1}; correct the data, or "
+            "give the model more"
         )

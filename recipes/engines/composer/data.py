@@ -52,13 +52,19 @@ class LoaderAsDataset(IterableDataset):
         self._loader.load_state_dict(state)
 
 
-def data_spec(loading: Loading, copies: int = 1, batch_in_epoch: Callable[[], int] | None = None) -> DataSpec:
+def data_spec(
+    loading: Loading,
+    copies: int = 1,
+    batch_in_epoch: Callable[[], int] | None = None,
+    look: Callable[[Batch], Batch] | None = None,
+) -> DataSpec:
     """A loader as Composer takes it.
 
     Args:
         loading: batches.
         copies: number of ranks that compute the same samples, each of which counts a share of them.
         batch_in_epoch: see `LoaderAsDataset`; None: of a validation set, whose position no checkpoint keeps.
+        look: called with each batch, on the host.
     """
     loader = loading.loader
     dataset = loader.dataset
@@ -88,6 +94,7 @@ def data_spec(loading: Loading, copies: int = 1, batch_in_epoch: Callable[[], in
 
     return DataSpec(
         loader,
+        batch_transforms=look,
         microbatch_transforms=None if loading.on_device is None else on_device,
         split_batch=split,
         get_num_samples_in_batch=samples,

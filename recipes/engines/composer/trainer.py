@@ -23,6 +23,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from data.remote.stores import scheme_of
 from data.system.log import log
+from recipes.algorithms.resilience.token_ids import look_at
 from recipes.config.recipe import Recipe
 from recipes.config.values import plain_values
 from recipes.engines.checkpoints.conversion import OF_COMPOSER
@@ -258,7 +259,7 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts, optimizer: torch.opt
         eval_dataloader=[
             Evaluator(
                 label=label,
-                dataloader=data_spec(loading, parts.copies),
+                dataloader=data_spec(loading, parts.copies, look=look_at(parts.task, label, loading)),
                 device_eval_microbatch_size=microbatch,
             )
             for label, loading in parts.evals.items()

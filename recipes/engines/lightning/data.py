@@ -102,15 +102,17 @@ class EvalBatches:
     """The batches of a validation set. Of a `DataLoader` Lightning would say that it has too few workers, and that an
     `IterableDataset` should have no length."""
 
-    def __init__(self, loading: Loading) -> None:
+    def __init__(self, loading: Loading, look: Callable[[Batch], Batch]) -> None:
         """
         Args:
             loading: validation batches, equally many of equal sizes on every rank.
+            look: called with each batch, on the host.
         """
         self._loader = loading.loader
+        self._look = look
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Batch]:
-        return iter(self._loader)
+        return map(self._look, self._loader)

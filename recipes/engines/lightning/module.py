@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from data.loading import Batch, Loading
+from recipes.algorithms.resilience.token_ids import look_at
 from recipes.engines.generators import seed_all
 from recipes.engines.lightning.data import EvalBatches, RunBatches
 from recipes.engines.lightning.hook_calls import BetweenBatches, HookCalls
@@ -84,7 +85,8 @@ class TaskModule(pl.LightningModule):
 
     def val_dataloader(self) -> list[EvalBatches]:
         """One loader per validation set."""
-        return [EvalBatches(loading) for loading in self._parts.evals.values()]
+        evals = self._parts.evals.items()
+        return [EvalBatches(loading, look_at(self.task, label, loading)) for label, loading in evals]
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
         """The batch as it is: microbatches are moved one by one."""

@@ -169,7 +169,7 @@ def test_lightning_may_make_an_iterator_that_it_does_not_use():
 
 
 def test_a_validation_set_is_read_from_the_start_each_time():
-    batches = EvalBatches(Loading(Loader()))
+    batches = EvalBatches(Loading(Loader()), lambda batch: batch)
     assert len(batches) == 3
     for _ in range(2):
         assert [int(batch["x"][0]) for batch in batches] == [0, 1, 2]
