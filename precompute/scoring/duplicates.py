@@ -11,7 +11,7 @@ import numpy as np
 from data.image_grid import picture_grid, save_png
 from data.score_files import FOLDER, read_facts, read_scores
 from data.sources.base import DecodedSample, Sample, Source
-from data.sources.filters import Filter
+from data.sources.filters import Filter, decoded
 from data.system.files import write_json
 from data.system.log import log
 from data.transforms import resize_and_crop
@@ -155,7 +155,7 @@ def _pictures(source: Source, images: list[Image], decoder: Filter) -> dict[Imag
     for shard in {image.shard for image in images}:
         for sample in source.read(shard):
             if isinstance(sample, Sample) and (image := Image(shard, sample.key)) in wanted:
-                decoded = decoder.decode(sample, shrink_to=SIDE)
-                if isinstance(decoded, DecodedSample):
-                    found[image] = resize_and_crop(decoded.image, SIDE)
+                picture = decoded(decoder, sample, SIDE)
+                if isinstance(picture, DecodedSample):
+                    found[image] = resize_and_crop(picture.image, SIDE)
     return found

@@ -177,6 +177,20 @@ def test_the_most_similar_images_of_all_shards_are_listed(tmp_path, monkeypatch)
         duplicates.write_shared(config, "val", "train", threshold=0.5)
 
 
+def test_an_error_of_a_filter_names_the_sample_also_in_what_draws_the_sheet(job, tmp_path, monkeypatch, capsys):
+    """There it was the filter's words alone, and nobody could tell of which sample."""
+
+    def decode(self, sample, shrink_to=None):
+        raise ValueError("no palette")
+
+    root, arguments = job
+    shutil.copytree(root / "out", tmp_path / "out")  # where no shard is left to decode
+    monkeypatch.setattr(Filter, "decode", decode)
+    with pytest.raises(SystemExit):
+        scores.main([*arguments, f"out={tmp_path}/out", "--shared", "val", "train", "--threshold", "0.999"])
+    assert "error: no palette (Filter.decode() of the sample '0_navy')\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("block", [1, 3, 100])
 def test_similarities_block_by_block(block, monkeypatch):
     monkeypatch.setattr(duplicates, "BLOCK", block)
