@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, default_collate
 
 from data.loading import Loading
-from data.system.log import log
 from recipes.config.recipe import Recipe
 from recipes.engines.counts import epoch_batches
 from recipes.training.ranks import world_size
@@ -73,7 +72,7 @@ def check_loaders(data: Loading, evals: Mapping[str, Loading], recipe: Recipe, e
 
     Raises:
         ValueError: batches of another size than the recipe's, a loader for two purposes, no batches at all, not equally
-            many on all ranks, or an unknown number that the engine must know.
+            many on all ranks, or an unknown number that must be known.
     """
     components = {"data": recipe.data} | {f"evals.{label}": recipe.evals[label] for label in evals}
     counts = {key: epoch_batches(one) for key, one in zip(components, (data, *evals.values()), strict=True)}
@@ -89,21 +88,16 @@ def check_loaders(data: Loading, evals: Mapping[str, Loading], recipe: Recipe, e
             f"evals.{shared}: its loader is that of the training data, whose position each validation would change; "
             "make another one for each placement (data/loading.py)"
         )
-    missing = [key for key in counts if counts[key] is None and key != "data"]
-    if engine == "composer":
-        # Of a stream without end, the description of the run says so.
-        epochs = counts["data"] is None and data.samples is not None and recipe.training.duration.endswith("ep")
-        for key in (["data"] if epochs else []) + missing:
-            what = "to count the epochs of training.duration" if key == "data" else "of validation sets"
+    # Of a stream without end, the description of the run says so.
+    epochs = data.samples is not None and recipe.training.duration.endswith("ep") and engine == "composer"
+    for key in counts:
+        if counts[key] is None and (key != "data" or epochs):
+            # No validation that ends can be told from one of a stream without end, which would not.
+            what = "Composer needs to count the epochs of training.duration" if key == "data" else "a validation needs"
             raise ValueError(
-                f"{key}: the loader of {components[key].name} has no length, which Composer needs {what}; define "
-                "__len__ of its data set"
+                f"{key}: the loader of {components[key].name} has no length, which {what}; define __len__ of its data "
+                "set"
             )
-    for key in missing:  # one that ends is right, and none can be told from it
-        log.warning(
-            f"{key}: the loader of {components[key].name} has no length; a validation of a stream without end would "
-            "not end, either: define __len__ of its data set, after which each validation stops"
-        )
     of_ranks = [counts] * world_size()
     if world_size() > 1:
         dist.all_gather_object(of_ranks, counts)
