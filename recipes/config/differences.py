@@ -41,9 +41,21 @@ def value_at(config: Any, path: str) -> Any:
 def parts_of(value: Any) -> Mapping[str, Any] | None:
     """The parts of a value of a config by their names, defaults included; None for plain values."""
     if isinstance(value, Component):
-        parameters = read_signature(value.target).parameters.values()
-        defaults = {p.name: yaml.safe_load(p.default) for p in parameters if not p.required}
-        return {"name": value.name} | defaults | value.args
+        return {"name": value.name} | defaults_of(value) | value.args
     if dataclasses.is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     return value if isinstance(value, Mapping) else None
+
+
+def defaults_of(component: Component) -> dict[str, Any]:
+    """The present defaults of a component's keys."""
+    parameters = read_signature(component.target).parameters.values()
+    return {p.name: yaml.safe_load(p.default) for p in parameters if not p.required}
+
+
+def components_in(config: Any) -> Iterator[Component]:
+    """The components of a config, nested ones too."""
+    if isinstance(config, Component):
+        yield config
+    for part in (parts_of(config) or {}).values():
+        yield from components_in(part)

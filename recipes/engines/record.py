@@ -24,7 +24,7 @@ from data.system.log import log
 from data.tokenizers.vocabulary_files import VOCABULARY as COPY
 from data.tokenizers.vocabulary_files import VocabularyFile
 from recipes.config.build import build_on_meta, import_builder
-from recipes.config.differences import Difference, differences
+from recipes.config.differences import Difference, components_in, defaults_of, differences
 from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.config.values import ConfigError, quoted
 from recipes.engines.first_weights import whole_of
@@ -36,7 +36,8 @@ ENCODED = "encoded.json"
 VOCABULARY = "vocabulary"  # its key there
 SAMPLES = "samples"  # per epoch
 TRACKED = "tracked.txt"  # what loggers know the run by, see `recipes.engines.logs.tracking`
-RECORD = (CONFIG, ENCODED, TRACKED)  # files in the folder of a run
+DEFAULTS = "defaults.json"  # of the components of other packages, by their paths in the recipe
+RECORD = (CONFIG, ENCODED, TRACKED, DEFAULTS)  # files in the folder of a run
 RECORDS = "records"  # folder of the copies, by checkpoints
 # What may change in a run: nothing that it learns depends on it, but for the microbatch of models that compare samples.
 FREE = (
@@ -116,7 +117,8 @@ def check_copy(recipe: Recipe, texts: dict[str, str]) -> None:
         return
     with TemporaryDirectory() as folder:
         record = Path(folder, CONFIG)
-        record.write_text(texts[CONFIG], encoding="utf-8")
+        for name in {CONFIG, DEFAULTS} & texts.keys():
+            Path(folder, name).write_text(texts[name], encoding="utf-8")
         _compare_recipes(record, recipe, f"checkpoints.bucket: the recipe is not the one that {address}", "address")
 
 
@@ -130,6 +132,7 @@ def _compare_recipes(record: Path, recipe: Recipe, refusal: str, other: str) -> 
             raise
         log.warning(f"{record}: not a recipe of this version ({error.lines[0]}); the run goes on without a comparison")
         return []
+    _give_defaults(before, record.with_name(DEFAULTS))
     changes = list(changes_of(before, recipe))
     refused = [change for change in changes if not _is_allowed(change, recipe.checkpoints.allow_changes)]
     if refused:
@@ -139,6 +142,20 @@ def _compare_recipes(record: Path, recipe: Recipe, refusal: str, other: str) -> 
         argument = shlex.quote(f"checkpoints.allow_changes=[{keys}]")
         raise ValueError(f"{refusal} was begun with: {listed}; give another {other}, or go on with {argument}")
     return [key for key, _, _ in changes]
+
+
+def _give_defaults(before: Recipe, file: Path) -> None:
+    """Give the components of other packages in a recipe the defaults that they had when its record was written.
+
+    Those that have changed since are then changes as others. A key that has come or gone is none: nobody can tell
+    whether the component does the same without it.
+    """
+    kept = _kept(file)
+    for component in components_in(before):
+        name, then = kept.get(component.path, (None, {}))
+        if name == component.name:
+            given = {key: value for key, value in then.items() if key in defaults_of(component)}
+            component.args.update(given | component.args)
 
 
 def record_of(recipe: Recipe) -> Path:
@@ -207,6 +224,9 @@ def keep_record(recipe: Recipe, data: Loading) -> None:
         # A copy, not a rename: if the disk is full now, the next start still finds what the run was.
         write_text(kept, before)
     write_text(record, text)
+    own = [component for component in components_in(recipe) if "." in component.name]
+    if own or (output / DEFAULTS).exists():
+        write_json(output / DEFAULTS, {one.path: [one.name, defaults_of(one)] for one in own}, indent=1)
     if encoded := _encoded(data):
         write_json(output / ENCODED, encoded, indent=1)
 
@@ -309,12 +329,16 @@ def encoded_of(record: Path) -> dict[str, Any]:
     Raises:
         ValueError: the file is damaged.
     """
-    if not (record / ENCODED).is_file():
+    return _kept(record / ENCODED)
+
+
+def _kept(file: Path) -> dict[str, Any]:
+    if not file.is_file():
         return {}
     try:
-        return read_object(record / ENCODED)
+        return read_object(file)
     except ValueError as error:
-        raise ValueError(f"{record / ENCODED}: damaged ({error}); copy the run's folder again") from None
+        raise ValueError(f"{file}: damaged ({error}); copy the run's folder again") from None
 
 
 def _warn_of_other_encoders(export: Path, data: Loading) -> None:
