@@ -76,6 +76,16 @@ class ComposerRun(Run):
 
     @property
     def clock(self) -> Clock:
+        """
+        Raises:
+            ValueError: the levers are only changing the model: Composer gets the length of the run afterwards, and then
+                the checkpoint.
+        """
+        if self._state.max_duration is None:
+            raise ValueError(
+                "algorithms: run.clock was asked for in check_machine or change_modules, where Composer has none yet; "
+                "use it from `loaded` on"
+            )
         return clock_of(self._state)
 
     @property
