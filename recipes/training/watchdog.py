@@ -37,6 +37,7 @@ QUICK = frozenset(
     ("before_data", "batch_start", "before_passes", "before_forward", "after_forward", "before_backward")
     + ("after_backward", "unscale_gradients", "average_gradients", "clip_gradients", "before_step")
 )
+BUILDING = frozenset(("check_machine", "change_modules", "shard"))  # in which Composer has no clock yet
 LONG = 3600.0  # seconds that a run may take after other hooks, before it counts as hung
 # What paths of installed packages and of Python's own files begin with.
 _INSTALLED = re.compile(r".*/(?:site-packages|dist-packages|lib/python[\d.]+)/")
@@ -172,6 +173,8 @@ def position(last: Progress) -> str:
     """Where a run was at its last sign of life, in words."""
     if last.run is None:
         return "its start"
+    if last.hook in BUILDING:
+        return f"{last.hook} at its start"
     return f"{last.hook} after batch {last.run.clock.batch}"
 
 

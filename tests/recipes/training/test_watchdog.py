@@ -106,6 +106,13 @@ def run_that_hangs(folder, seconds, ends, wait, *signs):
     return status, (folder / "err").read_text().splitlines()
 
 
+def test_a_run_that_hangs_while_levers_change_the_model_is_reported_too():
+    """Composer has no clock yet, whose error ended the watchdog."""
+    without_clock = SimpleNamespace()
+    for hook in ("check_machine", "change_modules", "shard"):
+        assert watchdog.position(watchdog.Progress(0.0, hook, without_clock)) == f"{hook} at its start"
+
+
 @pytest.mark.parametrize(
     "hook, grace, ends, status",
     [
