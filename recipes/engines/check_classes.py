@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from recipes.config.build import import_builder
 from recipes.config.recipe import Recipe
+from recipes.engines.checkpoints.conversion import OF_COMPOSER
 from recipes.training.callback import Callback
 from recipes.training.hooks import Hooks
 from recipes.training.lever import Lever
 
+# Classes whose states are beside those of the recipe in checkpoints of Composer: the engine's, and Composer's loggers.
+OF_ENGINE = {*OF_COMPOSER, "RunLevers", "ProgressBarLogger", "ConsoleLogger"}
 # Methods of levers or callbacks, which nothing calls in the other ones: name, group where it is wrong, and whose it is.
 OF_CALLBACKS = [(name, "algorithm", "callbacks") for name in ("gradients_ready", "after_save")]
 OF_LEVERS = [
@@ -46,6 +50,27 @@ def check_classes(recipe: Recipe) -> None:
                     f"{component.path}: {kind.__name__} ({kind.__module__}) defines {name}, which a run calls for "
                     f"{others} alone; give it another name, or make a class of {others} of it"
                 )
+
+
+def check_names(levers: Iterable[Lever], callbacks: Mapping[str, Callback]) -> None:
+    """
+    Args:
+        levers: of the recipe.
+        callbacks: by label.
+
+    Raises:
+        ValueError: a class has the name of one of the engine composer. Checkpoints hold states by these
+            names: of two with the same one, only the last is saved, and loaded into both. Conversions leave it out.
+    """
+    labelled = [(f"algorithms.{lever.label_in_recipe}", lever) for lever in levers]
+    labelled += [(f"callbacks.{label}", callback) for label, callback in callbacks.items()]
+    for path, hooks in labelled:
+        name = type(hooks).__name__
+        if name in OF_ENGINE:
+            raise ValueError(
+                f"{path}: the class {name} ({type(hooks).__module__}) has the name of one of the engine's, by which "
+                "checkpoints hold states; give it another name"
+            )
 
 
 def _is_called(kind: type) -> bool:

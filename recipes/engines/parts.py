@@ -36,7 +36,7 @@ from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradSca
 from recipes.algorithms.tensor_parallel.lever import TensorParallel
 from recipes.config.build import build, build_on_meta, encoders_of
 from recipes.config.recipe import Recipe, Training
-from recipes.engines.check_classes import check_classes
+from recipes.engines.check_classes import check_classes, check_names
 from recipes.engines.check_loaders import check_loader, check_loaders
 from recipes.engines.check_optimizers import check_first_step, check_kept, check_step
 from recipes.engines.checkpoints.own_optimizers import keep_formats
@@ -215,6 +215,7 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
     callbacks = {label: build(callback, **context) for label, callback in recipe.callbacks.items()}
     if isinstance(schedule, Callback):  # a schedule that watches the run
         callbacks["(schedule)"] = schedule  # `schedule` may be the label of another one
+    check_names(levers, callbacks)
     return Parts(
         task=task,
         data=data,

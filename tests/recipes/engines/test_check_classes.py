@@ -2,7 +2,9 @@
 
 import pytest
 
-from recipes.engines import check_classes
+from recipes.engines import check_classes, parts
+from recipes.engines.composer.adapters import _LeverState, _RunCallback
+from recipes.engines.composer.trainer import build_trainer
 from recipes.training.callback import Callback
 from recipes.training.lever import Lever
 
@@ -79,3 +81,37 @@ def test_methods_that_are_called_for_the_other_ones_alone(recipe_with, section, 
     recipe = recipe_with(section, kind)
     with pytest.raises(ValueError, match=rf"^{section}.mine: {kind.__name__} \({__name__}\) {said}"):
         check_classes.check_classes(recipe)
+
+
+def named(name, base):
+    return type(name, (base,), {"__module__": "mine"})
+
+
+def test_a_class_with_the_name_of_one_of_the_engine_is_refused():
+    """One state replaced the other in Composer's checkpoints, and both loaded it."""
+    lever, callback = named("Mine", Lever)(), named("Mine", Callback)()
+    check_classes.check_names([lever], {"mine": callback})
+    said = r"the class \w+ \(mine\) has the name of one of the engine's, by which checkpoints hold states; give it an"
+    with pytest.raises(ValueError, match=f"^callbacks.mine: {said}"):
+        check_classes.check_names([lever], {"mine": named("Generators", Callback)()})
+    lever = named("RunLevers", Lever)()
+    lever.label_in_recipe = "mine"
+    with pytest.raises(ValueError, match=f"^algorithms.mine: {said}"):
+        check_classes.check_names([lever], {})
+
+
+def test_a_run_checks_the_names_of_its_classes(quick_recipe, tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(parts, "check_names", lambda levers, callbacks: given.extend(callbacks))
+    recipe = quick_recipe(tmp_path)
+    parts.build_parts(recipe, parts.Place.of(recipe, 1), "lightning")
+    assert given == list(recipe.callbacks)
+
+
+def test_all_of_the_engines_names_are_known(quick_recipe, tmp_path):
+    """Also if Composer makes others, or another is added here."""
+    trainer = build_trainer(quick_recipe(tmp_path, "training={duration: 1ba, progress_bar: true}"))
+    found = [*trainer.state.callbacks, *trainer.state.algorithms]
+    names = {type(one).__name__ for one in found if not isinstance(one, _RunCallback | _LeverState)}
+    trainer.close()
+    assert names <= check_classes.OF_ENGINE
