@@ -217,6 +217,17 @@ def test_a_text_model_is_read_from_a_file_of_a_whole_clip(tmp_path):
     READERS["clip text"][1](tmp_path)
 
 
+@pytest.mark.parametrize("change", [{"num_labels": 10**9}, {"text_config": {"num_labels": 10**9}}])
+def test_no_names_are_made_of_a_billion_labels(tmp_path, monkeypatch, change):
+    """transformers did so for the tokenizer already, before any number was compared with the weights."""
+    of_clip_text(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    monkeypatch.setattr(CLIPTextConfig, "__init__", Mock(side_effect=AssertionError("names are made")))
+    with pytest.raises(ValueError, match="config.json: num_labels is 1000000000, of each of which a name would be"):
+        hf_clip_text(path=str(tmp_path))
+
+
 @pytest.mark.parametrize("options", [{"pad_token": None}, {"bos_token": None}, {"model_max_length": "77"}])
 def test_a_tokenizer_that_encodes_no_caption(tmp_path, options):
     of_clip_text(tmp_path)

@@ -27,7 +27,7 @@ from recipes.encoders.open_clip_models import (
     open_clip_tokenizer,
     vocabulary_size,
 )
-from recipes.models.config_files import build_from
+from recipes.models.config_files import LARGEST, build_from
 from recipes.models.json_files import read_object
 from recipes.models.sampling import Precision
 from recipes.models.weights import read_safetensors
@@ -205,6 +205,7 @@ def hf_clip_text(
                     path,
                     lambda: CLIPTextConfig.get_config_dict(root, subfolder=subfolder or "", **source),
                 )
+            check_labels(f"text_encoder.path: {id}", config)
             kind = config.get("model_type", CLIPTextConfig.model_type)
             if kind not in TYPES:
                 raise ValueError(f"text_encoder.path: {id} is a model of the type {kind!s:.50}; name a CLIP text model")
@@ -250,9 +251,11 @@ def _tokenizer(root: str, words: str, source: dict[str, Any]) -> Any:
             hf_hub_download(filename=TOKENIZER, **where)
             found = False
     kind = CLIPTokenizer if found else CLIPTokenizerFast
-    for name in WORDS_OPTIONS:
+    for name in (*WORDS_OPTIONS, CONFIG):  # transformers also reads the model's config, to find the tokenizer's class
         file = cached_file(root, name, subfolder=words, _raise_exceptions_for_missing_entries=False, **source)
-        if file is not None:
+        if file is not None and name == CONFIG:
+            check_labels(file, read_object(Path(file)))
+        elif file is not None:
             check_words(Path(file), kind.vocab_files_names)
     tokenizer = kind.from_pretrained(root, subfolder=words, **source)
     if found:
@@ -260,6 +263,24 @@ def _tokenizer(root: str, words: str, source: dict[str, Any]) -> Any:
     # Options without a token to pad with, or with a length that is no number, show only when captions are encoded.
     _Padded(tokenizer, min(8, tokenizer.model_max_length))([""])
     return bound(tokenizer)
+
+
+def check_labels(what: str, config: dict[str, Any]) -> None:
+    """Whether transformers can read a config: it makes a name of each of `num_labels`, which no text encoder has.
+
+    Args:
+        what: begins the error.
+        config: of a model, in which there may be others.
+
+    Raises:
+        ValueError: they would take minutes, and then all memory.
+    """
+    labels = config.get("num_labels")
+    if isinstance(labels, int) and labels > LARGEST:
+        raise ValueError(f"{what}: num_labels is {labels}, of each of which a name would be made; remove this line")
+    for inner in config.values():
+        if isinstance(inner, dict):
+            check_labels(what, inner)
 
 
 def _warn_of_lost_merges(tokenizer: Any, folder: Path) -> None:
