@@ -149,7 +149,7 @@ def write_sharded(task: Autoregressive, average: ScheduledEMA, path: Path) -> No
     }
     tensors = {"weights": weights, "optimizer": {"state": moments, "param_groups": []}, LEVERS: shards}
     with whole(path) as partial:
-        save_sharded(tensors, partial)
+        save_sharded(tensors, partial, batch=0)
         first_rank_writes(path, lambda: save_full(state, partial / REST))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from recipes.engines.checkpoints.batch_marks import check_one_batch
 from recipes.engines.checkpoints.conversion import PREFIX
 from recipes.engines.checkpoints.legacy import check_names, upgraded
 from recipes.engines.checkpoints.plain_pickles import NOT_WHOLE, damaged, load_plain, plain_metadata
@@ -91,6 +92,7 @@ def _saved_at(path: Path, engine: str) -> Saved:
         return saved_in(path, upgraded(state), engine)
     metadata = plain_metadata(path / METADATA)
     check_names(path, metadata.state_dict_metadata)
+    check_one_batch(path, metadata)
     place = WEIGHTS[engine]
     shapes = {
         where[-1].removeprefix(PREFIXES[engine]): metadata.state_dict_metadata[name].size

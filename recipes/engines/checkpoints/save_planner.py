@@ -12,19 +12,21 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
+from recipes.engines.checkpoints.batch_marks import MarkedFiles
 from recipes.engines.checkpoints.checksums import checksums
 
 
-def save_sharded(values: dict[str, Any], folder: Path, **options: Any) -> None:
+def save_sharded(values: dict[str, Any], folder: Path, batch: int, **options: Any) -> None:
     """Write a sharded checkpoint, with checksums of what is no tensor. Every rank must call it.
 
     Args:
         values: what `torch.distributed.checkpoint.save` takes.
         folder: to write.
+        batch: that it is of.
         options: of `DefaultSavePlanner`.
     """
     with checksums(False):
-        dcp.save(values, checkpoint_id=folder, planner=SavePlanner(**options))
+        dcp.save(values, storage_writer=MarkedFiles(folder, batch), planner=SavePlanner(**options))
 
 
 class SavePlanner(DefaultSavePlanner):

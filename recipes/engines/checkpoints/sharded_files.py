@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from data.system.disk_errors import about
+from recipes.engines.checkpoints.batch_marks import check_one_batch
 from recipes.engines.checkpoints.deferred import Deferred
 from recipes.engines.checkpoints.plain_pickles import damaged, plain_metadata
 from recipes.models import torch_files
@@ -42,12 +43,15 @@ class Sharded:
     def open(cls, folder: Path) -> Sharded:
         """
         Raises:
-            ValueError: the folder is not a sharded checkpoint, or its metadata holds other types than PyTorch's.
+            ValueError: the folder is not a sharded checkpoint, its files are of different batches, or its metadata has
+                other types than PyTorch's.
         """
         file = folder / METADATA
         if not file.is_file():
             raise ValueError(f"{folder}: not a sharded checkpoint; it has no file {METADATA}")
-        return cls(folder, plain_metadata(file))
+        metadata = plain_metadata(file)
+        check_one_batch(folder, metadata)
+        return cls(folder, metadata)
 
     def values(
         self,

@@ -94,7 +94,8 @@ def _write(state: State, path: Path, sharded: bool, task: nn.Module) -> None:
         if sharded:
             levers, saved[LEVERS] = separated(levers, dict(task.named_parameters()))
             saved["state"]["algorithms"] = [*levers.items()]
-            save_sharded(saved, partial, dedup_save_to_lowest_rank=True)
+            batch = state.timestamp.batch.value
+            save_sharded(saved, partial, batch, dedup_save_to_lowest_rank=True)
             return
         saved["state"]["algorithms"] = [*gathered(levers).items()]
         first_rank_writes(path, lambda: save_full(saved, partial))

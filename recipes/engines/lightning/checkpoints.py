@@ -206,7 +206,7 @@ class Checkpoints:
             rest[LEVERS] = gathered(rest[LEVERS])
         with whole(path) as partial:
             if self._sharded:
-                save_sharded(tensors, partial)
+                save_sharded(tensors, partial, counts.batch)
             values, file = (rest, partial / REST) if self._sharded else (rest | tensors, partial)
             first_rank_writes(path, lambda: save_full(values, file))
         self.files.newest_is(path, counts.batch)
