@@ -24,7 +24,9 @@ from data.system.log import say
 
 EXIT_CODE = 85  # "start me again": unused by shells, by Python and by launchers
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-PATIENCE = 60.0  # seconds for threads and processes of components to end after the run
+# Seconds for threads and processes of components to end after the run: what they still upload must not be lost, but a
+# job that is to be started again must end before its scheduler kills it.
+PATIENCE, PATIENCE_TO_START_AGAIN = 600.0, 60.0
 SAID_AFTER = 2.0  # seconds until a line says which are left: idle pools of threads end at once
 INTERRUPTED = 130  # what shells make of SIGINT
 NO_SIGNAL = 0  # no signal has this number
@@ -128,37 +130,39 @@ def stop_signals() -> Iterator[None]:
 @contextmanager
 def ends() -> Iterator[None]:
     """A context of all that a process does. It ends the process if that has not ended `PATIENCE` later, with the status
-    that it was to have: of a normal end, of an error, or of `StartAgain`.
+    that it was to have: of a normal end or of an error, or sooner after `StartAgain`.
 
     Python waits for threads and processes that are not daemons, such as a component's that work in an endless loop. A
     run all of whose results are written would hold its machines to the time limit of its job. After `StartAgain`,
     which ignores signals, nothing but SIGKILL would end the wait.
     """
     status = 1  # of an error, whose traceback Python prints before it waits
+    patience = PATIENCE
     try:
         yield
         status = 0
     except SystemExit as error:
+        patience = PATIENCE_TO_START_AGAIN if isinstance(error, StartAgain) else PATIENCE
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
         raise
     except KeyboardInterrupt:
         status = INTERRUPTED
         raise
     finally:
-        threading.Thread(target=_end_late, args=[status], name="end-late", daemon=True).start()
+        threading.Thread(target=_end_late, args=[status, patience], name="end-late", daemon=True).start()
 
 
-def _end_late(status: int) -> None:
+def _end_late(status: int, patience: float) -> None:
     time.sleep(SAID_AFTER)
     if left := _left():
-        say(f"the run has ended and waits up to {PATIENCE:g} s for {', '.join(left)}, which a component has started")
-    time.sleep(PATIENCE - SAID_AFTER)
+        say(f"the run has ended and waits up to {patience:g} s for {', '.join(left)}, which a component has started")
+    time.sleep(patience - SAID_AFTER)
     while not (left := _left()):
-        time.sleep(PATIENCE)
+        time.sleep(patience)
     for child in multiprocessing.active_children():
         child.kill()  # their handlers of other signals may be those of this process
     say(
-        f"ended although {', '.join(left)} still ran {PATIENCE:g} s after the run: end threads and processes of "
+        f"ended although {', '.join(left)} still ran {patience:g} s after the run: end threads and processes of "
         "components, or start them with daemon=True"
     )
     if sys.stdout is not None:

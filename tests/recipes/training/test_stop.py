@@ -230,7 +230,7 @@ def read(*_):
 
 kind, end, script = sys.argv[1:]
 pool = ThreadPoolExecutor(1)
-stop.SAID_AFTER, stop.PATIENCE = 0.2, 0.4
+stop.SAID_AFTER, stop.PATIENCE, stop.PATIENCE_TO_START_AGAIN = 0.2, 0.5, 0.4
 command_line.read_command_line = read
 runpy.run_path(script, run_name="__main__")
 """
@@ -256,8 +256,9 @@ def test_a_run_ends_although_a_component_works_on(kind, end, status):
     lines = done.stderr.splitlines()
     if kind != "pool":
         ended, waits = lines.pop(), lines.pop()
-        assert waits.endswith(f"waits up to 0.4 s for the {kind} my-uploads, which a component has started")
-        assert ended.startswith(f"ended although the {kind} my-uploads still ran 0.4 s after the run: end threads")
+        patience = 0.4 if end == "signal" else 0.5
+        assert waits.endswith(f"waits up to {patience} s for the {kind} my-uploads, which a component has started")
+        assert ended.startswith(f"ended although the {kind} my-uploads still ran {patience} s after the run: end")
     assert lines[-1:] == {"mistake": ["error: a mistake"], "bug": ["RuntimeError: a bug"]}.get(end, [])
 
 

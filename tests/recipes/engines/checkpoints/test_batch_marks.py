@@ -1,9 +1,12 @@
 """Sharded checkpoints in which a file is another checkpoint's."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from recipes.engines.checkpoints import batch_marks
 from recipes.engines.checkpoints.plain_pickles import DamagedCheckpoint
 from recipes.engines.checkpoints.same_model import saved_at
 from recipes.engines.checkpoints.save_planner import save_sharded
@@ -56,3 +59,22 @@ def test_a_file_of_a_rank_of_another_batch_is_refused(tmp_path):
 def test_a_checkpoint_of_one_process_has_a_mark(tmp_path):
     save_sharded({"weights": torch.ones(2)}, tmp_path, batch=7)
     assert (tmp_path / "__0_0.distcp").read_bytes().endswith(b"ba00000000000007")
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_ranks_divide_the_files_among_them(tmp_path, monkeypatch, world):
+    names = [f"__{number}_0.distcp" for number in range(5)]
+    metadata = SimpleNamespace(storage_data={name: SimpleNamespace(relative_path=name) for name in names})
+    monkeypatch.setattr(batch_marks, "world_size", lambda: world)
+    for wrong in names:
+        for name in names:
+            (tmp_path / name).write_bytes(b"ba%014d" % (1 if name == wrong else 2))
+        found = []
+        for own in range(world):
+            monkeypatch.setattr(batch_marks, "rank", lambda own=own: own)
+            try:
+                batch_marks.check_one_batch(tmp_path, metadata)
+            except DamagedCheckpoint as error:
+                found.append(str(error))
+        assert len(found) == (min(world, 4) if wrong == names[0] else 1)
+        assert all(f"{wrong} is of batch 1" in error for error in found)
