@@ -193,6 +193,29 @@ def _import_all() -> None:
     collect_env.get_cpu_model()  # Composer's Trainer starts a process to ask for it, once per process
     # Each of its trainers and checkpoints goes through the list of its files for this: 8 ms.
     collect_env.get_composer_commit_hash = functools.cache(collect_env.get_composer_commit_hash)
+    _read_clips_words_once()
+
+
+def _read_clips_words_once() -> None:
+    """All of open_clip's tokenizers share what the first one has read and made, which takes 0.3 s.
+
+    One is made per run that draws captions, per set of pictures and captions, per pipeline.
+    """
+    from data.tokenizers.clip_library import open_clip
+    from data.tokenizers.clip_words import bound
+
+    init, default = open_clip.SimpleTokenizer.__init__, open_clip.tokenizer.DEFAULT_CONTEXT_LENGTH
+    made: dict[str, dict[str, object]] = {}
+
+    def init_once(tokenizer: object, context_length: int | None = default, **options: object) -> None:
+        if repr(options) not in made:
+            init(tokenizer, **options)
+            made[repr(options)] = dict(vars(tokenizer))
+        vars(tokenizer).update(made[repr(options)], context_length=context_length)
+        tokenizer.cache = tokenizer.cache.copy()  # of the words that it has met
+
+    open_clip.SimpleTokenizer.__init__ = init_once
+    bound(open_clip.SimpleTokenizer())  # keeps the merges, for the processes that are forked
 
 
 def _serve(listener: socket.socket) -> None:
