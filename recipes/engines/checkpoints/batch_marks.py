@@ -14,7 +14,6 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 
 from recipes.engines.checkpoints.plain_pickles import DamagedCheckpoint
-from recipes.training.ranks import rank, world_size
 
 MARK = re.compile(rb"ba\d{14}")
 LENGTH = 16
@@ -45,7 +44,7 @@ class MarkedFiles(dcp.FileSystemWriter):
 
 def check_one_batch(folder: Path, metadata: Any) -> None:
     """Compare the marks of a checkpoint's files. Those of earlier versions have none. What is missing, is said where it
-    is read. Each rank compares its part of the files with the first one: they may be thousands.
+    is read. Where a run goes on, the first rank looks for all.
 
     Args:
         folder: of the checkpoint.
@@ -55,8 +54,7 @@ def check_one_batch(folder: Path, metadata: Any) -> None:
         DamagedCheckpoint: two files are of different batches.
     """
     marks: dict[int | None, str] = {}
-    names = sorted({info.relative_path for info in metadata.storage_data.values()})
-    for name in (*names[:1], *names[1:][rank() :: world_size()]):
+    for name in sorted({info.relative_path for info in metadata.storage_data.values()}):
         if (folder / name).is_file():
             marks.setdefault(_batch_of(folder / name), name)
     if len(marks) > 1:
