@@ -100,6 +100,10 @@ class ComposerRun(Run):
     def batch(self) -> dict[str, Tensor]:
         return self._state.batch
 
+    @batch.setter
+    def batch(self, batch: dict[str, Tensor]) -> None:
+        self._state.batch = batch
+
     @property
     def outputs(self) -> dict[str, Tensor]:
         return self._state.outputs

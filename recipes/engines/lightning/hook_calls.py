@@ -180,11 +180,11 @@ class BetweenBatches(pl.Callback):
         run.batch = microbatch
         self._hooks.call("eval_before_forward")
         with run.autocast():
-            run.outputs = run.task.evaluate(microbatch)
+            run.outputs = run.task.evaluate(run.batch)
         self._hooks.call("eval_after_forward")
         with run.autocast():
             for metric in self._metrics.values():
-                metric.update(run.outputs, microbatch.get(WEIGHT))
+                metric.update(run.outputs, run.batch.get(WEIGHT))
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._end_set()
