@@ -1,7 +1,10 @@
 """Decodes stored images to upright RGB and rejects samples that do not fit, with the reason."""
 
 import io
+import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 from PIL import ExifTags, Image
@@ -9,7 +12,7 @@ from PIL import ExifTags, Image
 from data.sources import jpeg
 from data.sources.base import DecodedSample, Rejected, Sample, brief
 from data.sources.captions import CaptionRules, without_surrogates
-from data.system.errors import WrongResult, noted
+from data.system.errors import WrongResult, is_raised, noted, one_line
 
 # Formats that are read. Pillow knows more, but some of them start other programs on the data (EPS runs Ghostscript).
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
@@ -189,11 +192,11 @@ def decoded(filter: Filter, sample: Sample, shrink_to: int | None = None) -> Dec
 
     Raises:
         WrongResult: neither a sample that can be cropped nor a reason; such samples would be lost without a word, or
-            black.
+            black. Or a ValueError that the filter's own code raises.
         Exception: of the filter, with a note that names the sample.
     """
     what = f"{type(filter).__name__}.decode() of the sample {sample.key!r}"
-    with noted(what):
+    with _named(filter, what):
         found = filter.decode(sample, shrink_to)
     if isinstance(found, Rejected):
         return found
@@ -213,10 +216,25 @@ def decoded(filter: Filter, sample: Sample, shrink_to: int | None = None) -> Dec
     return found
 
 
+@contextmanager
+def _named(filter: Filter, what: str) -> Iterator[None]:
+    """A context in which errors of a filter name what was done. A ValueError that its own code raises says what is
+    wrong, and is one line also where a worker process sends it, which the note of a traceback is not."""
+    try:
+        with noted(what):
+            yield
+    except ValueError as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        own = str(frame.f_globals.get("__name__")).split(".")[0] == type(filter).__module__.split(".")[0]
+        if type(error) is ValueError and own and is_raised(error):
+            raise WrongResult(f"{one_line(error)} ({what})") from error
+        raise
+
+
 def judged(filter: Filter, sample: Sample) -> str | Rejected:
     """What a filter makes of a sample's caption, see `Filter.caption`. Raises as `decoded`."""
     what = f"{type(filter).__name__}.caption() of the sample {sample.key!r}"
-    with noted(what):
+    with _named(filter, what):
         caption = filter.caption(sample)
     if not isinstance(caption, str | Rejected):
         raise WrongResult(f"{what} returns {brief(caption)}; return the text, or a Rejected with a reason")

@@ -376,6 +376,18 @@ def test_what_a_filter_returns_is_checked(workers):
         list(itertools.islice(load(Numbered(1, 4), workers=workers, filter=Forgetful()), 4))
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_that_a_filter_raises_is_one_line(workers):
+    """Of a worker process it was a traceback."""
+
+    class Strict(Filter):
+        def decode(self, sample, shrink_to=None):
+            raise ValueError("strict: a score of 11")
+
+    with pytest.raises(ValueError, match=r"^strict: a score of 11 \(Strict.decode\(\) of the sample '0'\)$"):
+        next(iter(load(Numbered(1, 4), workers=workers, filter=Strict())))
+
+
 @pytest.mark.parametrize("error", [Outage, ConnectionError])
 @pytest.mark.parametrize(("training", "workers"), [(True, 0), (True, 1), (False, 0)])
 def test_a_server_that_does_not_answer_is_an_outage(training, workers, error):
