@@ -324,22 +324,26 @@ def files_below(root: Path) -> Iterator[str]:
 
 
 def files_matching(pattern: str) -> list[str]:
-    """The paths that a pattern matches, as of `glob.glob` with `recursive`, which leaves out what it cannot list.
+    """The paths that a pattern matches, as of `glob.glob` with `recursive`, which leaves out what it cannot list
+    or enter.
 
     Raises:
-        OSError: as of `files_below`.
+        OSError: as of `files_below`, or a folder may not be entered.
     """
     parts = Path(pattern).parts
-    for number, part in enumerate(parts):
-        if not glob.has_magic(part):
-            continue
+    first = next((number for number, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    for number, part in enumerate(parts[first:], start=first):
         folders = [path for path in glob.iglob(str(Path(*parts[:number])), recursive=True) if Path(path).is_dir()]
         if part == "**":
             for folder in folders:
                 deque(files_below(Path(folder)), maxlen=0)
             break  # no folder of what follows has not been listed
         for folder in folders:
-            if os.path.basename(folder) != LOST:
-                with os.scandir(folder) as entries:
-                    deque(entries, maxlen=0)  # a file server that is lost may open a folder, and not give what is in it
+            if os.path.basename(folder) == LOST:
+                continue
+            if not glob.has_magic(part):
+                Path(folder, part).is_dir()  # fails where the folder may not be entered
+                continue
+            with os.scandir(folder) as entries:
+                deque(entries, maxlen=0)  # a file server that is lost may open a folder, and not give what is in it
     return glob.glob(pattern, recursive=True)

@@ -63,6 +63,26 @@ def test_a_folder_that_cannot_be_listed_is_an_error(folder, closed, name, patter
         assert Path(error.value.filename) == folder / name
 
 
+@pytest.mark.parametrize("pattern", ["*/x/*.tar", "*/x/0.tar"])
+def test_a_folder_that_may_not_be_entered_is_an_error(folder, monkeypatch, pattern):
+    """Its names can be listed, and `glob` takes what is in it for missing. Of lost+found, nothing is said."""
+    (folder / "lost+found" / "x").mkdir()
+
+    def closed(real):
+        def look(path, *arguments, **options):
+            if str(path).startswith((f"{folder}/b/", f"{folder}/lost+found/")):
+                raise PermissionError(13, "Permission denied", str(path))
+            return real(path, *arguments, **options)
+
+        return look
+
+    for name in ("stat", "lstat"):
+        monkeypatch.setattr(os, name, closed(getattr(os, name)))
+    with pytest.raises(PermissionError) as error:
+        TarSource(urls=f"{folder}/{pattern}")
+    assert error.value.filename == f"{folder}/b/x"
+
+
 def test_a_folder_whose_names_are_not_given_is_an_error(folder, monkeypatch):
     """A lost file server may open it, and say no more."""
     real = os.scandir
