@@ -12,7 +12,7 @@ from data.system.log import log
 from recipes.algorithms.modules.activation_checkpointing import recomputed_modules
 from recipes.algorithms.modules.compile import Compile
 from recipes.algorithms.powersgd.lever import PowerSGD
-from recipes.algorithms.sharding.shard import shard, units_of
+from recipes.algorithms.sharding.shard import check_formats, shard, units_of
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
 from recipes.algorithms.tensor_parallel.lever import TensorParallel
 from recipes.training.lever import Lever
@@ -78,9 +78,11 @@ class Sharding(Lever):
         self.told: bool | None = None  # what FSDP knows of the last backward pass
 
     def change_modules(self, run: Run) -> None:
-        """Change nothing yet: what is gathered inside of compiled modules is known before anything is sharded."""
+        """Change nothing yet: what is gathered at once is known before anything is sharded."""
+        units = units_of(self.task, **self._options(run))
+        check_formats(self.task, units)
         if self.compiled is not None:
-            self.compiled.check_units(units_of(self.task, **self._options(run)))
+            self.compiled.check_units(units)
 
     def before_forward(self, run: Run) -> None:
         """Tell FSDP whether the next backward pass reduces gradients over the devices, where that has changed.

@@ -170,6 +170,33 @@ def check_shardable(task: nn.Module, *, by_block: bool) -> None:
             )
 
 
+def check_formats(task: nn.Module, units: Iterable[Unit]) -> None:
+    """
+    Args:
+        task: on any device.
+        units: of it, in the order in which they are made.
+
+    Raises:
+        ValueError: the parameters of a unit, which PyTorch gathers into one tensor, have several number formats.
+    """
+    names = {id(p): name for name, p in task.named_parameters()}
+    taken: set[int] = set()
+    for unit in units:
+        left_out = taken | {id(p) for module in unit.without for p in module.parameters(recurse=False)}
+        own = {id(p): p for module in unit.modules for p in module.parameters() if id(p) not in left_out}
+        taken |= own.keys()
+        # PyTorch 2.7 counts those that are not trained, too.
+        counted = [p for p in own.values() if p.requires_grad or torch.__version__ < (2, 8)]
+        found = {p.dtype: names[id(p)] for p in reversed(counted)}  # the first one of each
+        if len(found) > 1:
+            listed = " and ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in found.items())
+            raise ValueError(
+                f"fsdp: PyTorch gathers the parameters of {type(unit.modules[0]).__name__} together, which must have "
+                f"one dtype: {listed}; give them one, name what has another in the model's `blocks()`, or set "
+                "training.fsdp to null"
+            )
+
+
 def _precise(whole: nn.Module) -> list[nn.Module]:
     return [m for m in whole.modules() if isinstance(m, NORMS) or getattr(m, "full_precision", False)]
 
