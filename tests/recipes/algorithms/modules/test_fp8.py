@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -139,6 +140,26 @@ def test_the_lever_changes_the_matrices_of_blocks():
         model(batch)["total"].backward()
     gradients = [torch.cat([p.grad.flatten() for p in model.parameters()]) for model in (task, plain)]
     assert 0 < (gradients[0] - gradients[1]).norm() < 0.1 * gradients[1].norm()
+
+
+class OwnProduct(nn.Module):
+    """Multiplies by a matrix of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrix, self.bias = nn.Parameter(torch.zeros(16, 48)), nn.Parameter(torch.zeros(16))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.matrix, self.bias)
+
+
+def test_the_share_of_matrices_that_it_changes_is_logged(caplog):
+    """It did nothing for others, and nothing said so."""
+    block = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), OwnProduct())
+    task = SimpleNamespace(blocks=lambda: [block])
+    with caplog.at_level("INFO", logger="precompose"):
+        Fp8(task).change_modules(FakeRun())
+    assert "fp8: 1 linear layers, which have 25% of the elements of all matrices in the blocks; emulated" in caplog.text
 
 
 def test_a_block_compiles_as_one_graph():
