@@ -62,9 +62,9 @@ def similar_rows(
 
 
 def _of_length_1(rows: np.ndarray) -> np.ndarray:
-    """Rows as float32, divided by their lengths."""
+    """Rows as float32, divided by their lengths. One of zeros stays: it is similar to none."""
     rows = rows.astype(np.float32)
-    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True).clip(min=EQUAL)
 
 
 def write_shared(config: EncodeConfig, label: str, inside: str, threshold: float) -> dict[str, Any]:
@@ -135,9 +135,7 @@ def write_shared(config: EncodeConfig, label: str, inside: str, threshold: float
     return result
 
 
-def _sheet(
-    pairs: list[tuple[float, Image, Image]], source: Source, other: Source, decoder: Filter, file: Path
-) -> None:
+def _sheet(pairs: list[tuple[float, Image, Image]], source: Source, other: Source, decoder: Filter, file: Path) -> None:
     """Each pair's images beside each other, the most similar ones first. No file where none can be read any more."""
     ones = _pictures(source, [one for _, one, _ in pairs], decoder)
     others = _pictures(other, [two for _, _, two in pairs], decoder)

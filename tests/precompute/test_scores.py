@@ -204,6 +204,13 @@ def test_similarities_block_by_block(block, monkeypatch):
     assert all(s == pytest.approx(known[i, j], rel=1e-5) for i, j, s in pairs)
 
 
+def test_an_embedding_of_zeros_is_similar_to_none():
+    """Its similarities were NaN, and so were the figures of the whole set in shared.json, which is no JSON."""
+    rows = np.array([[0, 0], [1, 0]], np.float16)
+    largest, pairs = similar_rows(rows, rows, 0.5)
+    assert largest.tolist() == [0, 1] and pairs == [(1, 1, 1.0)]
+
+
 @pytest.mark.parametrize("width", [16, 512, 1024])
 def test_equal_images_have_a_similarity_of_1(width):
     """Embeddings are stored in 16 bits, in which their lengths are not quite 1."""
