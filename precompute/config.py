@@ -23,6 +23,11 @@ TOKEN_ENCODERS = ("dvae",)
 COMPARED_ENCODERS = ("kl_vae", "dvae", "open_clip_text", "hf_clip_text")
 # Suffixes of encoders' configs, weights and tokenizers, whose digests a set depends on.
 ENCODER_FILES = (".json", ".safetensors", ".pt", ".pth", ".bin", ".txt")
+# Of these, the files of tokenizers: equal weights give other embeddings with others.
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "vocab.txt", "merges.txt",
+)  # fmt: skip
 
 # The client of gs:// and azure:// is in data/remote/stores.py, the others are mosaicml-streaming's. Of these, hf:// and
 # dbfs:// are left out: the one fails when it is begun, and the other cannot make folders or replace files.
@@ -35,6 +40,8 @@ PLACES = ("urls", "path", "files", "exclude", "shard_size", "shard_mb", "scores"
 # Options that say what is taken of a source's data (see `source_options`), and by which rules the filter judges (see
 # `filter_version`). Sets of earlier versions may lack them, and the keys of encoders.
 SOURCE, SCORES, FILTER_VERSION = "source", "scores", "filter_version"
+# The option with the digest of the text encoder's `TOKENIZER_FILES`; sets of earlier versions lack it.
+TOKENIZER = "tokenizer_files"
 # Options with the keys of encoders other than `COMPARED_ENCODERS`.
 IMAGE_ENCODER, TEXT_ENCODER = "image_encoder", "text_encoder"
 RESAMPLING = "resampling"
@@ -160,6 +167,7 @@ class EncodeConfig:
             "filter": plain_values(self.filter),
             **filter_version(self.filter),
             "seed": None if self.crop == "center" else self.seed,
+            **self._tokenizer_files(),
             **{key: reading(one) for key, one in encoders.items() if one and one.name not in COMPARED_ENCODERS},
         }
 
@@ -172,6 +180,12 @@ class EncodeConfig:
         encoders = [encoder for encoder in (self.image_encoder, self.text_encoder) if encoder is not None]
         values["files"] = {file: digest for encoder in encoders for file, digest in _digests(encoder).items()}
         return values
+
+    def _tokenizer_files(self) -> dict[str, str]:
+        """The option that says by which files of a local folder captions become tokens."""
+        found = {} if self.text_encoder is None else _digests(self.text_encoder, TOKENIZER_FILES)
+        texts = "".join(f"{Path(file).name} {digest}\n" for file, digest in found.items())
+        return {TOKENIZER: hashlib.sha256(texts.encode()).hexdigest()[:12]} if found else {}
 
     @property
     def resampling(self) -> str | None:
@@ -264,7 +278,9 @@ def changed_option(found: dict[str, Any], options: dict[str, Any]) -> str | None
         options: of this job, as JSON-compatible values.
     """
     # Of versions that did not write them down.
-    earlier = [name for name in (SOURCE, SCORES, FILTER_VERSION, IMAGE_ENCODER, TEXT_ENCODER) if name not in found]
+    earlier = [
+        name for name in (SOURCE, SCORES, FILTER_VERSION, TOKENIZER, IMAGE_ENCODER, TEXT_ENCODER) if name not in found
+    ]
     names = [name for name in [*options, *found] if name not in earlier]
     return next((name for name in names if found.get(name) != options.get(name)), None)
 
@@ -322,8 +338,9 @@ def default_filter() -> Component:
     return Component("filter", "pictures", {}, COMPONENTS["filter"]["pictures"], "filter")
 
 
-def _digests(encoder: Component) -> dict[str, str]:
-    """sha256 of the config and weights files in the local folders that an encoder's arguments name, by path."""
+def _digests(encoder: Component, names: tuple[str, ...] | None = None) -> dict[str, str]:
+    """sha256 of the config, weights and tokenizer files in the local folders that an encoder's arguments name, by path;
+    only of those with these names, if there are any."""
     texts = [value.removeprefix("local-dir:") for value in encoder.args.values() if isinstance(value, str)]
     roots = [Path(text).expanduser() for text in texts if "/" in text or "." in text]
     files = [root for root in roots if root.is_file()]
@@ -331,7 +348,7 @@ def _digests(encoder: Component) -> dict[str, str]:
         if folder.is_dir():
             files += [f for f in folder.iterdir() if f.suffix in ENCODER_FILES and f.is_file()]
     digests = {}
-    for file in sorted(set(files)):
+    for file in sorted(file for file in set(files) if names is None or file.name in names):
         with open(file, "rb") as stream:
             digests[str(file)] = hashlib.file_digest(stream, "sha256").hexdigest()
     return digests

@@ -28,6 +28,17 @@ TOKENIZER_OPTIONS = ("clean", "language", "reduction_mask", "strip_sep_token")
 WORDS_OPTIONS = ("tokenizer_config.json", "special_tokens_map.json")
 
 
+# Where it has the rest.
+WORDS = ("tokenizer.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model")
+
+
+def words_of(folder: Path) -> list[Path]:
+    """The files of a folder's own tokenizer; none where open_clip's is used."""
+    if not read_object(folder / CONFIG)["model_cfg"]["text_cfg"].get("hf_tokenizer_name"):
+        return []
+    return [file for name in (*WORDS_OPTIONS, *WORDS) if (file := folder / name).is_file()]
+
+
 def load_open_clip(model: str, pretrained: str | None, key: str) -> nn.Module:
     """A model of open_clip with its weights, on the CPU.
 

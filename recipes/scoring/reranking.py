@@ -21,6 +21,7 @@ from recipes.encoders.open_clip_models import (
     has_quick_gelu,
     load_open_clip,
     open_clip_tokenizer,
+    words_of,
 )
 from recipes.models.sampling import check_images
 
@@ -72,11 +73,12 @@ class Reranker:
         self.config = None if known else folder / CONFIG
 
     def hash(self) -> str:
-        """sha256 of the weights, and of the activation and the filter, or a folder's config: by another activation, or
-        another mean of pixels, the same weights give other embeddings."""
+        """sha256 of the weights, and of the activation and the filter, or a folder's config and tokenizer: by another
+        activation, mean of pixels or tokenizer, the same weights give other embeddings."""
         weights = weights_hash(self.network)
         if self.config is not None:
-            return hashlib.sha256(weights.encode() + self.config.read_bytes()).hexdigest()
+            files = [self.config, *words_of(self.config.parent)]
+            return hashlib.sha256(weights.encode() + b"".join(file.read_bytes() for file in files)).hexdigest()
         differs = ("quick_gelu" if self.quick_gelu else "") + ("bilinear" if self.filter == "bilinear" else "")
         return hashlib.sha256(f"{weights}{differs}".encode()).hexdigest() if differs else weights
 

@@ -24,6 +24,7 @@ from precompute.output.upload import Uploads
 from recipes.encoders import base
 from recipes.encoders.vae import KLVae
 from tests.precompute.encode_checks import ULP, assert_same, expect_error
+from tests.recipes.encoders.own_words import give_tokenizer
 
 
 def by_key(samples: list[dict]) -> dict[str, dict]:
@@ -227,6 +228,20 @@ def test_other_rules_of_the_filter_are_refused_while_a_set_is_incomplete(recipe,
     options = json.loads((out / "options.json").read_text())  # of a version that did not write it down
     (out / "options.json").write_text(json.dumps({k: v for k, v in options.items() if k != "filter_version"}))
     main([path, "--dry-run"])
+
+
+def test_another_tokenizer_is_refused_while_a_set_is_incomplete(recipe, tmp_path, clip_folder, capsys):
+    """The shards that were left had other tokens for the same captions than those that were done."""
+    shutil.copytree(clip_folder, tmp_path / "clip")
+    give_tokenizer(tmp_path / "clip", ["a", "red", "navy"])
+    path = recipe(resolutions=[16], text_encoder={"name": "open_clip_text", "path": str(tmp_path / "clip")})
+    main([path])
+    (tmp_path / "out" / "train" / "index.json").unlink()
+    main([path, "--dry-run"])
+    give_tokenizer(tmp_path / "clip", ["a", "navy", "red"])
+    error = expect_error([path], capsys)
+    assert "made with tokenizer_files " in error and "give another `out`" in error
+    assert expect_error([path, "--dry-run"], capsys) == error
 
 
 def test_changed_weights_are_refused(recipe, tmp_path, vae_folder, capsys):

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from data.system.errors import WrongResult
 from data.tokenizers.clip_library import open_clip
 from recipes.scoring import reranking
+from tests.recipes.encoders.own_words import give_tokenizer
 
 
 class Scores:
@@ -102,6 +103,18 @@ def test_the_hash_of_a_folder_is_of_its_weights_and_its_config(clip_folder, tmp_
     (other / reranking.CONFIG).write_text(json.dumps(config))
     hashes.append(reranking.Reranker(str(other), "cpu").hash())
     assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_the_hash_of_a_folder_is_of_its_tokenizer(clip_folder, tmp_path):
+    """By other numbers of words, captions have other embeddings, and stored scores were taken for those of before."""
+    shutil.copytree(clip_folder, tmp_path, dirs_exist_ok=True)
+    found = []
+    for words in (["red", "navy"], ["navy", "red"], ["red", "navy"]):
+        give_tokenizer(tmp_path, words)
+        (tmp_path / "done.json").write_text(str(len(found)))  # of an export, which is no part of it
+        reranker = reranking.Reranker(str(tmp_path), "cpu")
+        found.append((reranker.tokenize(["red"])[0, 0].item(), reranker.hash()))
+    assert found[0] == found[2] and found[0][0] != found[1][0] and found[0][1] != found[1][1]
 
 
 def test_scores_are_the_similarities_of_open_clips_own_embeddings(clip_folder):
