@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from data.sources.base import shards_of
-from data.system.errors import one_line
+from data.system.errors import one_line, together
 from data.system.files import read_if_object, read_object
 from data.system.ranks import Rank
 from precompute.config import EncodeConfig, VocabularyConfig, source_options
@@ -127,7 +127,8 @@ def _source_lines(
         ValueError: a source cannot be read as the config says, or from `describe`.
     """
     lines = []
-    for label, component in config.sources.items():
+
+    def add(label: str, component: Component) -> None:
         try:
             shards = shards_of(build(component))
             source_options(component)  # for its errors
@@ -135,6 +136,8 @@ def _source_lines(
             lines.append(f"{label}: the source cannot be read yet: {error}")
         else:
             lines.append(describe(label, shards))
+
+    together(partial(add, *source) for source in config.sources.items())
     return lines
 
 

@@ -3,7 +3,7 @@
 import dis
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 # Characters that a terminal obeys, but for tabs and ends of lines, and those that turn the direction of a text.
@@ -40,6 +40,25 @@ def noted(what: str) -> Iterator[None]:
         if not isinstance(error, WorkersError | MemoryError):
             error.add_note(what)
         raise
+
+
+def together(steps: Iterable[Callable[[], None]]) -> None:
+    """Take all steps, so that a user learns at once of all that is wrong.
+
+    Raises:
+        ValueError: of the only step that fails, or the lines of all that do.
+    """
+    refused = []
+    for step in steps:
+        try:
+            step()
+        except ValueError as error:
+            refused.append(error)
+    if len(refused) > 1:
+        kind = Outage if all(isinstance(error, Outage) for error in refused) else ValueError
+        raise kind("; ".join(map(str, refused)))
+    for error in refused:
+        raise error
 
 
 def one_line(error: BaseException) -> str:

@@ -16,6 +16,7 @@ from data.encoded.manifest import NULL_TEXT, Manifest
 from data.own_gpu import check_own_gpu
 from data.sources.base import InputShard, Source
 from data.system.arrays import read_matrix
+from data.system.errors import together
 from data.system.files import atomic_write, write_text
 from data.system.locks import HeldByAnother, held
 from data.system.log import every_rank, log
@@ -61,6 +62,7 @@ def run(config: EncodeConfig, sources: dict[str, Source], sets: dict[str, Output
     columns = columns_of(config, images, texts)
     made_with = encoding_options(config, images, texts)
     options = {label: made_with | source_options(config.sources[label]) for label in sets}
+    together(partial(output.check, options[label]) for label, output in sets.items())
     for label, output in sets.items():
         output.claim(options[label])
         write_text(output.out / CONFIG, to_yaml(config))

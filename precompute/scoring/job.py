@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 from data.score_files import FACTS, FOLDER, SUMMARY, ShardScores, read_facts, read_scores, score_file, write_scores
 from data.sources.base import DecodedSample, Sample, Source, shards_of
 from data.sources.filters import Filter, decoded
-from data.system.errors import WrongResult
+from data.system.errors import WrongResult, together
 from data.system.files import atomic_write, write_json
 from data.system.log import every_rank
 from data.system.ranks import Rank
@@ -56,8 +57,7 @@ def score(config: EncodeConfig, model: str) -> bool:
     of_all = {"model": model, "weights_hash": scorer.hash()} | judged
     facts = {label: of_all | source_options(component) for label, component in config.sources.items()}
     folders = {label: Path(config.out, label, FOLDER) for label in sources}
-    for label, folder in folders.items():
-        claim(folder, facts[label])
+    together(partial(claim, folder, facts[label]) for label, folder in folders.items())
     sets = {label: ScoreSet(folders[label], shards_of(source)) for label, source in sources.items()}
     shards = [(label, shard) for label, output in sets.items() for shard in output.shards]
     own = rank.share(shards)

@@ -8,6 +8,7 @@ out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 from data.encoded.text_manifest import TextManifest
 from data.sources.base import Rejected, Source
 from data.sources.filters import judged
+from data.system.errors import together
 from data.system.files import write_text
 from data.system.locks import HeldByAnother, held
 from data.system.log import every_rank, log
@@ -96,6 +98,7 @@ def pack(config: PackConfig, sources: dict[str, Source], sets: dict[str, OutputS
     vocabulary = config.read_vocabulary()
     file = VocabularyFile.read(config.vocabulary)
     options = {label: config.request() | source_options(config.sources[label]) for label in sets}
+    together(partial(output.check, options[label]) for label, output in sets.items())
     for label, output in sets.items():
         output.claim(options[label])
         write_text(output.out / CONFIG, to_yaml(config))

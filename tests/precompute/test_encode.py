@@ -213,6 +213,18 @@ def test_a_folder_of_other_options_is_refused(encoded, capsys, field, override):
     assert (encoded / "index.json").read_bytes() == before
 
 
+def test_all_sets_of_other_options_are_named_at_once(recipe, tmp_path, tars, capsys):
+    """Each deleted folder was followed by the refusal of the next one."""
+    files = {"train": "00000.tar", "val": "00001.tar", "more": "00002.tar"}
+    sources = {label: {"name": "tars", "urls": f"{tars}/{file}"} for label, file in files.items()}
+    main([recipe(resolutions=[16], sources=sources)])
+    changed = {label: {**keys, "caption": "json:n"} for label, keys in sources.items() if label != "more"}
+    path = recipe(resolutions=[16], sources=sources | changed)
+    error = expect_error([path], capsys)
+    assert [f"{tmp_path}/out/{label}: holds values" in error for label in sources] == [True, True, False]
+    assert expect_error([path, "--dry-run"], capsys) == error
+
+
 def test_other_rules_of_the_filter_are_refused_while_a_set_is_incomplete(recipe, tmp_path, capsys, monkeypatch):
     path, out = recipe(resolutions=[16], filter={"name": "dalle", "min_side": 16}), tmp_path / "out" / "train"
     main([path])
