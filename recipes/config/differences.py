@@ -39,11 +39,14 @@ def value_at(config: Any, path: str) -> Any:
 
 
 def parts_of(value: Any) -> Mapping[str, Any] | None:
-    """The parts of a value of a config by their names, defaults included; None for plain values."""
+    """The parts of a value of a config by their names, defaults included, or of a list with components by their places;
+    None for plain values."""
     if isinstance(value, Component):
         return {"name": value.name} | defaults_of(value) | value.args
     if dataclasses.is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, list) and any(isinstance(item, Component) for item in value):
+        return {str(place): item for place, item in enumerate(value)}
     return value if isinstance(value, Mapping) else None
 
 

@@ -31,7 +31,7 @@ def unknown_key(section: type, path: str) -> str | None:
         if part in inner:
             allowed, inner = read_section(inner[part]).parameters, subsections(inner[part])
         elif group is not None:
-            labels = kind.startswith("dict")
+            labels = kind.startswith(("dict", "list"))  # or places
             builders = (readable_keys(target) for target in components[group[1]].values())
             allowed, inner = {key: parameter for keys in builders for key, parameter in keys.items()}, {}
         elif "dict" in kind:
