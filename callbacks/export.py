@@ -8,6 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from callbacks.averaged import averaged
 from callbacks.divided_weights import host_bytes, write_divided
 from data.aliases import Duration
@@ -23,6 +26,7 @@ from recipes.models.task import Task
 from recipes.training.callback import PeriodicCallback
 from recipes.training.clock import Clock
 from recipes.training.finite import is_worth_keeping
+from recipes.training.modes import evaluation_mode
 from recipes.training.ranks import by_first_rank, is_first_rank, on_all_ranks
 from recipes.training.run import Run
 
@@ -91,7 +95,7 @@ class Export(PeriodicCallback):
         ema, average = self.average, None
         if ema is not None and ema.running:
             record["average"] = {"decay": ema.decay, "every": ema.every, "begun": ema.begun}
-            average = partial(averaged, ema)
+            average = partial(self._averaged, run)
         if is_sharded(self.task) and self.task.exported is not None:
             self._write_divided(record, complete, average)
         else:
@@ -99,6 +103,23 @@ class Export(PeriodicCallback):
             by_first_rank(lambda: export(task, self.loading, self.folder, record, complete, average))
         if complete:
             log.info(f"weights: {self.folder}")
+
+    @contextmanager
+    def _averaged(self, run: Run) -> Iterator[None]:
+        """A context in which the task has its averaged weights, and what its export says of weights is of these."""
+        measures = type(self.task).measure is not Task.measure
+        if measures and not run.batch:
+            log.warning("export: no batch has been trained on, so what it says of its weights is of those of training")
+        before = self._measured(run) if measures and run.batch else None
+        with (
+            averaged(self.average),
+            nullcontext() if before is None else self.task.measured(before, self._measured(run)),
+        ):
+            yield
+
+    def _measured(self, run: Run) -> Tensor:
+        with torch.no_grad(), run.autocast(), evaluation_mode(self.task):
+            return self.task.measure(run.batch)
 
     @classmethod
     def cost(cls, args: dict[str, Any], plan: Plan) -> Cost:

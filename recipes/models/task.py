@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,22 @@ class Task(nn.Module):
             One tensor of shape (B,) per name in `eval_names`, except for exponentials. Further tensors, for callbacks,
             may have other shapes.
         """
+        raise NotImplementedError
+
+    def measure(self, batch: dict[str, Tensor]) -> Tensor:
+        """Numbers of an export that belong to its weights, such as the moments of an autoencoder's latents.
+
+        An export of averaged weights measures them on one batch with the weights of training and with the averaged
+        ones, on every rank, under autocast and without gradients. Most models have none, and do not define this.
+
+        Args:
+            batch: as in `forward`, but it may be on the host.
+        """
+        raise NotImplementedError
+
+    def measured(self, before: Tensor, after: Tensor) -> AbstractContextManager[None]:
+        """A context in which `export` writes the numbers of other weights, on which `measure` found `after`, and not
+        those of training, on which it found `before`."""
         raise NotImplementedError
 
     def check_scheduled(self, name: str, value: float) -> None:

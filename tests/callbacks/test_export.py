@@ -1,6 +1,7 @@
 """Exports appear whole, keep the old one until then, and are called complete only at the end of a run."""
 
 import json
+import math
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -9,7 +10,9 @@ import torch
 
 from callbacks.export import Export
 from data.loading import Loading
+from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.exports.folder import export
+from recipes.models.kl_autoencoder.task import KLAutoencoder
 from recipes.models.task import Task
 from tests.callbacks.export_ranks import check_exports
 from tests.recipes.training.fake_run import FakeRun
@@ -143,6 +146,37 @@ def test_averaged_weights_are_exported_once_there_are_any(tmp_path, beside, runn
     record = json.loads((tmp_path / "export" / "export.json").read_text())
     assert record.get("average") == ({"decay": 0.99, "every": 5, "begun": 3} if running else None)
     assert task.weight == 1
+
+
+def test_the_scaling_factor_of_averaged_weights_is_theirs(tmp_path, capsys):
+    """It was that of the weights of training, whose latents may be several times as large."""
+    task = KLAutoencoder(channels=[8, 8], blocks=1, norm_groups=4).train()
+    images = torch.randint(0, 256, (8, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    for _ in range(20):
+        task({"image": images})
+    moments, head = task.latent_moments.clone(), task.network.quant_conv
+    ema = ScheduledEMA(decay=0.5)
+    run = FakeRun(task, duration="10ba").at(2)
+    run.batch = {"image": images[:2]}
+    for hook in ("change_modules", "begin"):
+        getattr(ema, hook)(run)
+    with torch.no_grad():  # what is averaged has a third of the deviation
+        for parameter in head.parameters():
+            parameter[:4] /= 3
+        head.bias[4:] -= 2 * math.log(3)
+    ema.average.update(0.0)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter[:4] *= 3
+        head.bias[4:] += 2 * math.log(3)
+    Export(task, "run", str(tmp_path), LOADING, None, ema, None).end(run.at(10))
+    config = json.loads((tmp_path / "export" / "config.json").read_text())
+    mean, square = moments.tolist()
+    assert config["scaling_factor"] == pytest.approx(3 * (square - mean**2) ** -0.5, rel=0.05)
+    assert torch.equal(task.latent_moments, moments) and task.training
+    run.batch = {}  # of a start that finds the run at its end
+    Export(task, "run", str(tmp_path), LOADING, None, ema, None).end(run)
+    assert "export: no batch has been trained on" in capsys.readouterr().out
 
 
 def test_of_encoders_an_export_has_no_other_weights(tmp_path, task):

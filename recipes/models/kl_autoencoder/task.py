@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -17,7 +19,7 @@ from recipes.models.weights import load_diffusers
 class KLAutoencoder(Task):
     """AutoencoderKL (Rombach et al. 2022, section 3.1) by absolute error and KL, without perceptual or GAN loss."""
 
-    entry_points = ("reconstruct",)
+    entry_points = ("reconstruct", "measure")
 
     def __init__(
         self,
@@ -111,7 +113,7 @@ class KLAutoencoder(Task):
         return self.network.decode(self.network.encode(images).latent_dist.mode()).sample.float().clamp(-1, 1)
 
     def _track(self, latents: Tensor) -> None:
-        moments = torch.stack([latents.mean(), latents.square().mean()])
+        moments = _moments(latents)
         # Training goes on after a batch that is not finite, whose moments would stay in the average for ever.
         finite = moments.isfinite().all()
         self.latent_batches += finite
@@ -119,11 +121,33 @@ class KLAutoencoder(Task):
         weight = torch.clamp(1 / self.latent_batches, min=0.01, max=1.0)
         self.latent_moments.lerp_(torch.where(finite, moments, self.latent_moments), weight)
 
+    def measure(self, batch: dict[str, Tensor]) -> Tensor:
+        """First and second moment of the latents, (2,) float32. See `Task.measure`."""
+        images = to_signed(batch["image"].to(self.latent_moments.device))
+        posterior = DiagonalGaussianDistribution(self.network.encode(images).latent_dist.parameters.float())
+        mean, square = _moments(posterior.mean)
+        return torch.stack([mean, square + posterior.var.mean()])  # of what is drawn from it
+
+    @contextmanager
+    def measured(self, before: Tensor, after: Tensor) -> Iterator[None]:
+        """See `Task.measured`. One batch alone says too little of all: what is taken from it is how much the mean and
+        the deviation of its latents differ."""
+        kept = self.latent_moments.clone()
+        (mean, variance), (old, old_variance), (new, new_variance) = (
+            (moments[0], moments[1] - moments[0] ** 2) for moments in (kept, before, after)
+        )
+        mean = mean + new - old
+        self.latent_moments.copy_(torch.stack([mean, variance * new_variance / old_variance + mean**2]))
+        try:
+            yield
+        finally:
+            self.latent_moments.copy_(kept)
+
     def export(self, folder: Path) -> None:
         """Write config.json and safetensors for diffusers' `AutoencoderKL.from_pretrained`.
 
         The scaling factor gives the latents of the first rank's last microbatches (an average over about 100) a
-        standard deviation of 1.
+        standard deviation of 1. For averaged weights, see `measured`.
         """
         mean, square = self.latent_moments.tolist()
         scale = (square - mean**2) ** -0.5
@@ -133,6 +157,10 @@ class KLAutoencoder(Task):
     def load_export(self, folder: Path) -> None:
         """See `Task.load_export`. The folder may also be a whole pipeline of diffusers."""
         load_diffusers(self.network, folder, "vae")
+
+
+def _moments(latents: Tensor) -> Tensor:
+    return torch.stack([latents.mean(), latents.square().mean()])
 
 
 def to_signed(images: Tensor) -> Tensor:
