@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image
 
 from data.system.errors import WrongResult
+from data.system.interrupts import raise_lost_interrupt
 
 # Every reason for which a sample can be rejected. `rejected.jsonl` holds no other.
 REASONS = {
@@ -185,9 +186,11 @@ def samples_of(source: Source, shard: str) -> Iterator[Sample | Rejected]:
     if not isinstance(samples, Iterable):
         raise WrongResult(f"{type(source).__name__}.read({shard!r}) returns {brief(samples)}; yield samples")
     for number, sample in enumerate(samples):
+        raise_lost_interrupt()
         if (problem := _wrong(sample)) is not None:
             raise WrongResult(f"{type(source).__name__}.read({shard!r}) yields {problem}, as sample {number}")
         yield sample
+    raise_lost_interrupt()
 
 
 def _wrong(sample: object) -> str | None:

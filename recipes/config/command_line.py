@@ -19,6 +19,7 @@ from typing import Any
 
 from data.system.disk_errors import disk_error, disk_line, may_pass
 from data.system.errors import WrongResult, is_raised, visible
+from data.system.interrupts import interrupts_noted
 from recipes.config.entry_points import all_components, packages
 from recipes.config.recipe import load_config, to_yaml
 from recipes.config.schema import Parameter, read_section, readable_keys, subsections
@@ -138,7 +139,8 @@ def user_errors() -> Iterator[None]:
     if isinstance(sys.stdout, io.TextIOWrapper):  # paths and captions may have characters that its encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        yield
+        with interrupts_noted():
+            yield
     except SystemExit as error:
         if error.code:
             raise

@@ -16,6 +16,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from benchmarks.killing import digests, fork
 from data.encoded.manifest import Manifest
+from data.sources.base import Rejected
 from data.sources.filters import Filter
 from data.sources.tars import TarSource
 from precompute.encode import main
@@ -60,6 +61,34 @@ def test_shards_that_cannot_be_read_stay_undone(encoded, read, recipe, tmp_path,
     main([path])
     assert_same(read(encoded), read(out))
     assert not list((out / "unreadable").iterdir()) and Manifest.read(out).shards == 3
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_an_interrupt_that_a_source_catches_ends_the_job(recipe, tmp_path, monkeypatch, capsys, ends):
+    """The sample was rejected, or the rest of its shard left out, in a set that was complete."""
+    read_shard = TarSource.read
+
+    def catches(self, shard):
+        for number, sample in enumerate(read_shard(self, shard)):
+            try:
+                if number == 1:
+                    signal.raise_signal(signal.SIGINT)
+            except BaseException:
+                if ends:
+                    return
+                sample = Rejected(sample.key, "broken_image")
+            yield sample
+
+    monkeypatch.setattr(TarSource, "read", catches)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(SystemExit) as end:
+            main([recipe(workers=0)])
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert end.value.code == 130 and "encode: interrupted; start it again" in capsys.readouterr().out
+    assert not list(tmp_path.rglob("done.json"))
 
 
 def test_a_last_shard_that_cannot_be_published_is_an_error(recipe, tars, monkeypatch, capsys):
