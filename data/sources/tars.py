@@ -160,7 +160,7 @@ def expand(*urls: str) -> Iterator[str]:
 
     Raises:
         FileNotFoundError: a local path that does not exist, or a wildcard that matches nothing.
-        ValueError: a scheme that is not read, a web address with a space, a folder, or one brace of two.
+        ValueError: a scheme that is not read, a web address with a space or a wildcard, a folder, or one brace of two.
     """
     # Of all addresses at once: a list may have 100,000, for each of which a thread would be started.
     for paths in side_by_side(_found, itertools.chain.from_iterable(map(_without_braces, urls))):
@@ -190,6 +190,11 @@ def _found(one: str) -> list[str]:
             f"source.urls: {shown(one)} has spaces or letters that no address has: write them with %, such as {quoted}"
         )
     if scheme and scheme[1] != "file":
+        if "*" in shown(one):
+            raise ValueError(
+                f"source.urls: {shown(one)}: a * stands for names of local files only; name these tars by a brace "
+                "range such as {00000..00041}"
+            )
         return [one]
     path = urllib.request.url2pathname(urllib.parse.urlparse(one).path) if scheme else os.path.expanduser(one)
     if Path(path).is_file():

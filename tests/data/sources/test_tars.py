@@ -234,6 +234,13 @@ def test_web_addresses_that_cannot_be_asked_for_are_refused(url):
     assert len(TarSource(urls="http://bücher.example/my%20tars/{0..1}.tar").shards()) == 2
 
 
+def test_wildcards_in_stores_are_refused():
+    """The store was asked for an object of this name, for a minute and after the encoders had been loaded."""
+    with pytest.raises(ValueError, match=r"s3://bucket/tars/\*.tar: a \* stands for names of local files only; name"):
+        TarSource(urls="s3://bucket/tars/*.tar")
+    assert len(TarSource(urls="http://me:a*b@host/{0..1}.tar?signature=x*y").shards()) == 2
+
+
 def test_missing_tars_are_named(tmp_path):
     write_tar(tmp_path / "0.tar", layout())
     with pytest.raises(FileNotFoundError, match="1.tar"):
