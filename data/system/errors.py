@@ -76,6 +76,15 @@ def is_raised(error: BaseException) -> bool:
     return dis.opname[frame.tb_frame.f_code.co_code[frame.tb_lasti]] == "RAISE_VARARGS"
 
 
+def starts_no_process(error: Exception) -> bool:
+    """Whether the system refused a further process or thread, in the words of Python or PyTorch."""
+    if isinstance(error, BlockingIOError):
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        return frame.f_code.co_name in ("_launch", "_execute_child")  # of multiprocessing and subprocess
+    last = (str(error).strip().splitlines() or [""])[-1].removeprefix("RuntimeError: ")
+    return isinstance(error, RuntimeError) and last in ("can't start new thread", "Resource temporarily unavailable")
+
+
 def with_place(error: BaseException) -> str:
     """`one_line` of an error that may be a bug of somebody's own code, with its file and line unless the text alone
     says what is wrong."""

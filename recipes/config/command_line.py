@@ -18,7 +18,7 @@ from traceback import extract_tb
 from typing import Any
 
 from data.system.disk_errors import disk_error, disk_line, may_pass
-from data.system.errors import WrongResult, is_raised, visible
+from data.system.errors import WrongResult, is_raised, starts_no_process, visible
 from data.system.interrupts import interrupts_noted
 from recipes.config.entry_points import all_components, packages
 from recipes.config.recipe import load_config, to_yaml
@@ -131,7 +131,7 @@ def check_out(path: Path) -> None:
 def user_errors() -> Iterator[None]:
     """Exit with one line, without a traceback, on errors that a user can correct: ValueError, FileNotFoundError,
     ConnectionError (a server that does not answer), and those of disks that are full, read-only or the like
-    (`data.system.disk_errors`), and on a lack of memory. Ctrl-C is one line, too, with status 130.
+    (`data.system.disk_errors`), and on a lack of memory or processes. Ctrl-C is one line, too, with status 130.
 
     An exit with status 0 from inside, such as by `sys.exit()` in a hook, is an error with a traceback: who started the
     command would take the work for done.
@@ -173,6 +173,11 @@ def user_errors() -> Iterator[None]:
         where = f" ({text})" if text else ""
         fail([f"not enough memory{where}; give fewer workers or more memory, and start the same command again"])
     except Exception as error:
+        if starts_no_process(error):
+            fail([
+                "no further process or thread can be started; raise their number (ulimit -u, or the container's limit "
+                "of pids) or give fewer workers, and start the same command again"
+            ])  # fmt: skip
         found = disk_error(error)
         if found is None:
             raise
