@@ -19,6 +19,7 @@ from recipes.algorithms.powersgd.block_gradients import Matrix, blocks_of, copie
 from recipes.algorithms.powersgd.cost import one_replica, powersgd_cost
 from recipes.algorithms.powersgd.low_rank import BlockState, Compressed, LowRank, agree, as_matrix, reduce_others
 from recipes.algorithms.powersgd.overlap import Overlap
+from recipes.algorithms.sharding.shard import in_32_bits
 from recipes.algorithms.sixteen_bit.formats import FLOAT_32
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
 from recipes.training.lever import Lever
@@ -191,9 +192,10 @@ class PowerSGD(Lever):
         modules = list(self.task.blocks())
         owners = {id(p): number for number, module in enumerate(modules) for p in module.parameters()}
         numbers = [owners[id(block[0].parameter)] for block in self.blocks]  # some modules may have no matrices
-        parameters = [[p for p in modules[number].parameters() if p.requires_grad] for number in numbers]
+        pairs = zip(self.blocks, numbers, strict=True)
+        parameters = [averaged_with(block, modules[number]) for block, number in pairs]
         scaling = self.scaling
-        before = None if scaling is None else lambda block: scaling.unscale_block(numbers[block])
+        before = None if scaling is None else lambda block: scaling.unscale_block(numbers[block], parameters[block])
         return Overlap(parameters, self._compress, before)
 
     def _log_traffic(self) -> None:
@@ -282,6 +284,17 @@ class PowerSGD(Lever):
             raise ValueError(f"powersgd: the checkpoint's errors are of other matrices: {wrong[0]}")
         self.resumed_errors = state["errors"]
         self.skipped = state["skipped"]
+
+
+def averaged_with(matrices: list[Matrix], block: nn.Module) -> list[nn.Parameter]:
+    """The trained parameters of a block whose gradients FSDP2 averages with those of its matrices.
+
+    Norms may belong to the unit of the whole task (`recipes.algorithms.sharding.shard`), whose gradients come at the
+    end of the backward pass: work that waited for them would overlap with nothing.
+    """
+    later = {id(p) for module in in_32_bits(block) for p in module.parameters(recurse=False)}
+    later -= {id(matrix.parameter) for matrix in matrices}
+    return [p for p in block.parameters() if p.requires_grad and id(p) not in later]
 
 
 def _leave_as_it_is(_, bucket):  # untyped: DistributedDataParallel refuses annotations that are strings

@@ -33,7 +33,7 @@ class Overlap(Generic[Result]):
     ) -> None:
         """
         Args:
-            blocks: all trained parameters of each block.
+            blocks: the parameters of each block for whose gradients its work waits.
             work: called with the number of a block.
             before: called with the number of a block before its work starts, synchronously in the backward pass, so
                 that it is done when the pass ends. Not called for blocks whose work starts in `finish`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -94,7 +95,8 @@ class ResblockGradScaling(Lever):
         self.on_device = torch.empty(0)  # (blocks,) the scales that the branches read
         self.factors = torch.empty(0)  # (blocks,) in 16-bit gradients, from the backward pass to the optimizer's step
         self.filtered = torch.empty(0, dtype=torch.int64)
-        # For blocks that are already unscaled, on this rank: whether they overflowed, number of non-finite gradients.
+        self.unscaled: set[int] = set()  # ids of the parameters whose gradients are unscaled in the present batch
+        # Of these, for each block, on this rank: whether they overflowed, and how many are not finite.
         self.overflowed: list[Tensor | None] = [None] * len(blocks)
         self.counted: list[Tensor | None] = [None] * len(blocks)
         self.nonfinite = torch.zeros(len(blocks), dtype=torch.int64)  # in the last update, see `_count`
@@ -141,30 +143,39 @@ class ResblockGradScaling(Lever):
         return Cost(gathered="fp16", stored_16_bit=low)
 
     @torch.no_grad()
-    def unscale_block(self, number: int) -> None:
-        """Divide the gradients of a block by its scale, and remember whether they overflowed. Called once per batch.
+    def unscale_block(self, number: int, complete: Iterable[nn.Parameter] | None = None) -> None:
+        """Divide gradients of a block by its scale, once per batch, and remember whether they overflowed.
 
         PowerSGD finds out by itself which gradients are not finite. For it, an infinity is written into one of the
-        gradients of a block in which values were filtered.
+        gradients of a block in which values were filtered, if possible of a matrix, which it compresses first.
+
+        Args:
+            number: of the block.
+            complete: parameters whose gradients are complete; None: those of all are.
         """
-        gradients = _gradients(self.parameters[number])
+        known = None if complete is None else {id(p) for p in complete}
+        found = [p for p in self.parameters[number] if id(p) not in self.unscaled and (known is None or id(p) in known)]
+        self.unscaled |= {id(p) for p in found}
+        gradients = _gradients(found)
         finite = unscale(gradients, self.on_device[number])
         if self.matrices is not None:
             self.factors[number].copy_(self.on_device[number])
         overflowed = ~finite | (self.filtered[number] > 0)
-        self.overflowed[number] = overflowed
+        earlier = self.overflowed[number]
+        self.overflowed[number] = overflowed if earlier is None else overflowed | earlier
         if not self.low_rank:
             return
-        self.counted[number] = _nonfinite(gradients, self.filtered)  # before averaging changes them
-        seen = next((g for g in gradients if g.numel()), None)
+        count, earlier = _nonfinite(gradients, self.filtered), self.counted[number]  # before averaging changes them
+        self.counted[number] = count if earlier is None else count + earlier
+        seen = max((g for g in gradients if g.numel()), key=Tensor.dim, default=None)
         if seen is not None:
             seen.select(0, 0).masked_fill_(overflowed, torch.inf)
 
     def unscale_gradients(self, run: Run) -> None:
         """Unscale all blocks, agree with other ranks on overflows, skip the update after any, and adapt the scales."""
-        for number, done in enumerate(self.overflowed):
-            if done is None:
-                self.unscale_block(number)
+        for number in range(len(self.branches)):
+            self.unscale_block(number)
+        self.unscaled.clear()
         overflowed = torch.stack(self.overflowed).to(torch.int32)
         self.overflowed = [None] * len(self.branches)
         all_reduce(overflowed, "MAX")

@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from composer import Callback
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import Shard
@@ -18,9 +19,12 @@ from recipes.algorithms.powersgd.block_gradients import blocks_of, placements
 from recipes.algorithms.powersgd.lever import PowerSGD
 from recipes.algorithms.powersgd.overlap import Overlap
 from recipes.algorithms.sharding.shard import shard
+from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
 from recipes.models.autoregressive.task import Autoregressive
+from tests.recipes.algorithms.powersgd import powersgd_ranks
 from tests.recipes.algorithms.powersgd.low_rank_ranks import check_compressor
 from tests.recipes.algorithms.powersgd.powersgd_ranks import BATCHES, EXACT, HALF, equal, near, run
+from tests.recipes.algorithms.residual import WordTask
 
 MACHINES = {"replicas": 2}
 
@@ -72,10 +76,8 @@ def check_drivers(plain):
     assert runs[0].losses[-1] < 0.2 * runs[0].losses[0]
     assert (runs[0].weights[BATCHES - 1] - plain.weights[-1]).abs().max() > 1e-3
 
-    for scaled in (False, True):
-        made = [
-            run(powersgd={"rank": 4, "overlap": o}, fsdp=MACHINES, scaled=scaled, bad_batch=3) for o in (False, True)
-        ]
+    for scaled, fsdp in ((False, MACHINES), (True, MACHINES), (True, {**MACHINES, "parameters": "auto"})):
+        made = [run(powersgd={"rank": 4, "overlap": o}, fsdp=fsdp, scaled=scaled, bad_batch=3) for o in (False, True)]
         equal(*(watch for _, watch in made))
         for trainer, watch in made:
             same = [torch.equal(a, b) for a, b in zip(watch.weights, watch.weights[1:], strict=False)]
@@ -86,6 +88,54 @@ def check_drivers(plain):
             if scaled:
                 exponents = trainer.levers[0].scales.exponents
                 assert (exponents < 13).tolist() == [True, False]  # the third parameter is the first block's
+
+
+def check_overlap():
+    """Blocks are compressed in the backward pass, the last one first, before the gradients come of what is outside of
+    them: in fp16 these are with those of norms."""
+    order, start, begin = [], Overlap._start, Overlap.begin
+
+    def begin_and_watch(overlap, passes):
+        if not order:
+            embedding = next(p for p in tasks[-1].parameters())
+            embedding.register_post_accumulate_grad_hook(lambda _: order.append("outside"))
+        begin(overlap, passes)
+
+    def note_and_start(overlap, number):
+        order.append(number)
+        start(overlap, number)
+
+    tasks = []
+    for parameters in ("fp32", "auto"):
+        with (
+            mock.patch.object(powersgd_ranks, "WordTask", lambda: tasks.append(WordTask()) or tasks[-1]),
+            mock.patch.object(Overlap, "begin", begin_and_watch),
+            mock.patch.object(Overlap, "_start", note_and_start),
+        ):
+            fsdp = {**MACHINES, "parameters": parameters}
+            run(powersgd={"rank": 4, "overlap": True}, fsdp=fsdp, scaled=True)
+        assert order == ["outside", 1, 0, "outside"] * BATCHES, (parameters, order)  # of two microbatches
+        order.clear()
+
+
+class Filters(Callback):
+    """As if the first block had overflowed on one rank where it is entered: a filter hides that from its gradients."""
+
+    def after_loss(self, state, logger):
+        (scaling,) = (lever for lever in state.algorithms[0].levers if isinstance(lever, ResblockGradScaling))
+        scaling.filtered[0] = int(dist.get_rank() == 1)
+
+
+def check_overflows():
+    """Such batches are skipped, and leave the same errors with and without overlap."""
+    errors = []
+    for overlap in (False, True):
+        options = {"powersgd": {"rank": 4, "overlap": overlap}, "fsdp": {**MACHINES, "parameters": "auto"}}
+        trainer, _ = run(scaled=True, batches=2, callbacks=[Filters()], **options)
+        scaling, averaging = trainer.levers[:2]
+        assert scaling.skipped == averaging.skipped == 2
+        errors.append([error for state in averaging.states for error in state.errors])
+    assert all(torch.equal(one, other) for one, other in zip(*errors, strict=True))
 
 
 def check_once_per_batch(plain):
@@ -227,6 +277,8 @@ def main() -> None:
     _, plain = run()
     check_full_rank(plain)
     check_drivers(plain)
+    check_overlap()
+    check_overflows()
     check_refusals()
     check_formats()
     check_once_per_batch(plain)
