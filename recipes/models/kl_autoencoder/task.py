@@ -15,6 +15,8 @@ from data.ranges import check_least
 from recipes.models.task import Task
 from recipes.models.weights import load_diffusers
 
+MEASURED = 16  # images by whose latents averaged weights are compared with those of training
+
 
 class KLAutoencoder(Task):
     """AutoencoderKL (Rombach et al. 2022, section 3.1) by absolute error and KL, without perceptual or GAN loss."""
@@ -122,8 +124,9 @@ class KLAutoencoder(Task):
         self.latent_moments.lerp_(torch.where(finite, moments, self.latent_moments), weight)
 
     def measure(self, batch: dict[str, Tensor]) -> Tensor:
-        """First and second moment of the latents, (2,) float32. See `Task.measure`."""
-        images = to_signed(batch["image"].to(self.latent_moments.device))
+        """First and second moment of the latents of some images, (2,) float32. See `Task.measure`."""
+        images = batch["image"][:MEASURED]  # a batch may fit on a device only as microbatches
+        images = to_signed(images.to(self.latent_moments.device))
         posterior = DiagonalGaussianDistribution(self.network.encode(images).latent_dist.parameters.float())
         mean, square = _moments(posterior.mean)
         return torch.stack([mean, square + posterior.var.mean()])  # of what is drawn from it
