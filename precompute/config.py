@@ -15,6 +15,7 @@ from recipes.config.components import COMPONENTS
 from recipes.config.differences import parts_of
 from recipes.config.schema import Component, ConfigError, nearest
 from recipes.config.values import plain_values
+from recipes.encoders.tokenizer_files import TOKENIZER_FILES
 
 # Image encoders that make tokens, so that a config is checked without importing them; all others make latents.
 TOKEN_ENCODERS = ("dvae",)
@@ -23,11 +24,6 @@ TOKEN_ENCODERS = ("dvae",)
 COMPARED_ENCODERS = ("kl_vae", "dvae", "open_clip_text", "hf_clip_text")
 # Suffixes of encoders' configs, weights and tokenizers, whose digests a set depends on.
 ENCODER_FILES = (".json", ".safetensors", ".pt", ".pth", ".bin", ".txt")
-# Of these, the files of tokenizers: equal weights give other embeddings with others.
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "vocab.txt", "merges.txt",
-)  # fmt: skip
 
 # The client of gs:// and azure:// is in data/remote/stores.py, the others are mosaicml-streaming's. Of these, hf:// and
 # dbfs:// are left out: the one fails when it is begun, and the other cannot make folders or replace files.

@@ -14,6 +14,7 @@ from torch import nn
 
 from data.tokenizers.clip_words import bound
 from recipes.encoders.loading import cannot_load
+from recipes.encoders.tokenizer_files import OPTION_FILES, TOKENIZER_FILES
 from recipes.models.config_files import build_from
 from recipes.models.json_files import is_number, object_in, read_object
 from recipes.models.torch_files import checked
@@ -24,19 +25,13 @@ CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
 # Options of a folder's tokenizer. Of the others, trust_remote_code runs Python files of the folder, bpe_path reads any
 # file, and additional_special_tokens becomes part of a regular expression.
 TOKENIZER_OPTIONS = ("clean", "language", "reduction_mask", "strip_sep_token")
-# Where a tokenizer of transformers has its options, among which may be the paths of its files.
-WORDS_OPTIONS = ("tokenizer_config.json", "special_tokens_map.json")
-
-
-# Where it has the rest.
-WORDS = ("tokenizer.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model")
 
 
 def words_of(folder: Path) -> list[Path]:
     """The files of a folder's own tokenizer; none where open_clip's is used."""
     if not read_object(folder / CONFIG)["model_cfg"]["text_cfg"].get("hf_tokenizer_name"):
         return []
-    return [file for name in (*WORDS_OPTIONS, *WORDS) if (file := folder / name).is_file()]
+    return [file for name in TOKENIZER_FILES if (file := folder / name).is_file()]
 
 
 def load_open_clip(model: str, pretrained: str | None, key: str) -> nn.Module:
@@ -87,7 +82,7 @@ def open_clip_tokenizer(model: str) -> Any:
     _check_config(file)
     # Without this option transformers would ask at the terminal whether to run a Python file of the folder.
     of_transformers = read_object(file)["model_cfg"]["text_cfg"].get("hf_tokenizer_name")
-    for options in (file.with_name(name) for name in WORDS_OPTIONS if of_transformers):
+    for options in (file.with_name(name) for name in OPTION_FILES if of_transformers):
         if options.is_file():
             check_words(options, ("vocab_file", "merges_file", "tokenizer_file"))
     try:

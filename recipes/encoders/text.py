@@ -19,7 +19,6 @@ from recipes.encoders.base import ModelPath, TextEncoder
 from recipes.encoders.loading import cannot_load, of_hub
 from recipes.encoders.open_clip_models import (
     LOCAL_PREFIX,
-    WORDS_OPTIONS,
     check_names,
     check_vocabulary,
     check_words,
@@ -27,6 +26,7 @@ from recipes.encoders.open_clip_models import (
     open_clip_tokenizer,
     vocabulary_size,
 )
+from recipes.encoders.tokenizer_files import OPTION_FILES
 from recipes.models.config_files import LARGEST, build_from
 from recipes.models.json_files import read_object
 from recipes.models.sampling import Precision
@@ -34,10 +34,6 @@ from recipes.models.weights import read_safetensors
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"  # of transformers
 VOCABULARY, TOKENIZER = "vocab.json", "tokenizer.json"
-WORDS = (
-    VOCABULARY, "merges.txt", TOKENIZER, "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json",
-)  # fmt: skip
 BLOCKS = "text_model.encoder.layers."  # begins the names of the weights of its blocks
 TYPES = ("clip_text_model", "clip")  # of models of transformers that have CLIP's text tower
 SEPARATE = "separate_tokenizer"  # folder of an export's copy of a tokenizer that lies outside of the model's folder
@@ -251,7 +247,7 @@ def _tokenizer(root: str, words: str, source: dict[str, Any]) -> Any:
             hf_hub_download(filename=TOKENIZER, **where)
             found = False
     kind = CLIPTokenizer if found else CLIPTokenizerFast
-    for name in (*WORDS_OPTIONS, CONFIG):  # transformers also reads the model's config, to find the tokenizer's class
+    for name in (*OPTION_FILES, CONFIG):  # transformers also reads the model's config, to find the tokenizer's class
         file = cached_file(root, name, subfolder=words, _raise_exceptions_for_missing_entries=False, **source)
         if file is not None and name == CONFIG:
             check_labels(file, read_object(Path(file)))

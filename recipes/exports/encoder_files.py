@@ -9,6 +9,7 @@ from typing import Any
 from data.encoded.manifest import Manifest
 from data.system.log import log
 from recipes.encoders import open_clip_models, text, vae
+from recipes.encoders.tokenizer_files import TOKENIZER_FILES
 
 ENCODERS = ("image_encoder", "text_encoder")  # in a manifest, and the folders of their copies in an export
 # Files of weights by their suffixes, and which of them an encoder reads; others read any.
@@ -45,7 +46,7 @@ def encoder_files(manifest: Manifest, bundle: Path | None = None) -> Iterator[tu
                 if file.is_file() and _is_read(inside, component.get("name")):
                     yield file, Path(name, inside)
             words = component.get("tokenizer") or ""
-            for file in text.WORDS if text.lies_outside(words) else ():  # no others of a folder without weights
+            for file in TOKENIZER_FILES if text.lies_outside(words) else ():  # no others of a folder without weights
                 if (path / words / file).is_file():
                     yield path / words / file, Path(name, text.SEPARATE, file)
         elif weights.is_file() and weights.suffix in SUFFIXES:
