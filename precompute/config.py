@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal
 
 from data.encoded.mds_index import HASHES
 from data.remote.stores import malformed
+from data.tokenizers.tokenizer_files import TOKENIZER_FILES
 from recipes.config.components import COMPONENTS
 from recipes.config.differences import parts_of
 from recipes.config.schema import Component, ConfigError, nearest
 from recipes.config.values import plain_values
-from recipes.encoders.tokenizer_files import TOKENIZER_FILES
 
 # Image encoders that make tokens, so that a config is checked without importing them; all others make latents.
 TOKEN_ENCODERS = ("dvae",)

@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from torch import nn
 
 from data.tokenizers.clip_words import bound
+from data.tokenizers.tokenizer_files import OPTION_FILES, TOKENIZER_FILES
 from recipes.encoders.loading import cannot_load
-from recipes.encoders.tokenizer_files import OPTION_FILES, TOKENIZER_FILES
 from recipes.models.config_files import build_from
 from recipes.models.json_files import is_number, object_in, read_object
 from recipes.models.torch_files import checked

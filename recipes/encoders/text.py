@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from data.aliases import InputPath
 from data.system.log import log
 from data.tokenizers.clip_words import bound
+from data.tokenizers.tokenizer_files import OPTION_FILES
 from recipes.encoders.base import ModelPath, TextEncoder
 from recipes.encoders.loading import cannot_load, of_hub
 from recipes.encoders.open_clip_models import (
@@ -26,7 +27,6 @@ from recipes.encoders.open_clip_models import (
     open_clip_tokenizer,
     vocabulary_size,
 )
-from recipes.encoders.tokenizer_files import OPTION_FILES
 from recipes.models.config_files import LARGEST, build_from
 from recipes.models.json_files import read_object
 from recipes.models.sampling import Precision

@@ -8,8 +8,8 @@ from typing import Any
 
 from data.encoded.manifest import Manifest
 from data.system.log import log
+from data.tokenizers.tokenizer_files import TOKENIZER_FILES
 from recipes.encoders import open_clip_models, text, vae
-from recipes.encoders.tokenizer_files import TOKENIZER_FILES
 
 ENCODERS = ("image_encoder", "text_encoder")  # in a manifest, and the folders of their copies in an export
 # Files of weights by their suffixes, and which of them an encoder reads; others read any.
