@@ -7,7 +7,7 @@ import torch
 from diffusers import AutoencoderKL
 
 from recipes.encoders.vae import kl_vae
-from recipes.models.kl_autoencoder.task import KLAutoencoder, to_signed
+from recipes.models.kl_autoencoder.task import MEASURED, KLAutoencoder, to_signed
 
 SIZES = {"channels": [8, 16], "blocks": 1, "norm_groups": 4, "middle_attention": False}
 
@@ -113,6 +113,19 @@ def test_a_batch_that_is_not_finite_leaves_the_moments_as_they_are():
             task({"image": pictures(4, seed=number)})
         found.append((task.latent_batches.item(), task.latent_moments.tolist()))
     assert found[0] == found[1] and found[0][0] == 4
+
+
+@torch.no_grad()
+def test_moments_of_some_images_are_those_of_draws_from_them():
+    """Of few images: a batch may fit on a device only as microbatches."""
+    task, images = small(), pictures(MEASURED + 4)
+    found = task.measure({"image": images})
+    assert torch.equal(found, task.measure({"image": images[:MEASURED]}))
+    assert not torch.equal(found, task.measure({"image": images[4:]}))
+    posterior = task.network.encode(to_signed(images[:MEASURED])).latent_dist
+    draws = torch.stack([posterior.sample() for _ in range(200)])  # 200 x 16 x 4 x 8 x 8 values, whose error is 1 / 900
+    expected = torch.stack([draws.mean(), draws.square().mean()])
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
 
 
 def test_diffusers_opens_the_export(exported):
