@@ -99,13 +99,15 @@ def _check_whole(model: Any) -> None:
 @contextmanager
 def located(component: Component) -> Iterator[None]:
     """A context in which a component is built or checked. If the text of an error begins neither with its name nor its
-    key, it gets the full path of the key in front."""
+    key, it gets the full path of the key in front. Errors of other kinds, of which a traceback is shown, get a note."""
     try:
         yield
-    except (ValueError, FileNotFoundError) as error:
+    except Exception as error:
         # Not by an error of its own: that would hide where a library failed. Others have no text of ours.
         if type(error) in (ValueError, FileNotFoundError, Outage) and len(error.args) == 1:
             error.args = (_with_path(str(error), component),)
+        elif not isinstance(error, MemoryError):
+            error.add_note(f"in {component.path}: {component.target}")
         raise
 
 

@@ -81,6 +81,12 @@ def test_a_store_that_does_not_answer_while_a_component_is_built_names_its_path(
         raise Outage("s3://sets/train/manifest.json: cannot be fetched (no answer)")
 
 
+def test_a_traceback_of_a_component_ends_with_its_path():
+    with pytest.raises(KeyError) as found, located(task()):
+        {}["width"]
+    assert found.value.__notes__ == ["in model: recipes.models.latent_diffusion.task:LatentDiffusion"]
+
+
 class OwnUNet(UNet):
     """It inherits its `name`."""
 
