@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -93,16 +94,40 @@ def caches(recipe: Recipe) -> Iterator[Finding]:
             continue
         largest = max(sizes)
         at_a_time = SHARDS_AT_A_TIME * max(1, _workers(data)) * _local_world()  # a machine's ranks share the cache
+        mixed = _mixed(recipe, data) if label == "data" else 0
+        needed = max(at_a_time * largest, mixed)
         text = f"{label}.cache_limit is {limit}, shards have up to {size_text(largest)}"
-        if room < at_a_time * largest:
+        if room < needed:
+            smaller = f", or a smaller {label}.shuffle_block" if needed == mixed else ""
             yield Finding(
                 "error" if room < LEAST_SHARDS * largest else "warning",
                 "cache",
-                f"{text}, and {at_a_time} of them are needed at a time, so that none is fetched twice: give "
-                f"{size_text(at_a_time * largest)} or more",
+                f"{text}, and on {count_text(_machines(), 'machine')} each needs {size_text(needed)} of them at a "
+                f"time, so that none is fetched twice in an epoch: give as much{smaller}",
             )
         else:
             yield Finding("ok", "cache", text)
+
+
+def _mixed(recipe: Recipe, data: Component) -> int:
+    """Bytes of the remote shards from which a machine reads at a time in training. The shuffle spreads the samples of
+    a shard over a part of the epoch, in which the shard must stay in the cache.
+
+    `streaming`'s py1e spreads them over 1.25 blocks at most, py1br over two, py1s and py2s over a 64th of a machine's
+    share, naive over the epoch.
+    """
+    args, machines = data.args, _machines()
+    if not args.get("shuffle", True):
+        return 0
+    sets = [(stream, _shards(stream)) for key, stream in streams_of(recipe) if key.startswith("data.")]
+    samples = sum(shard["samples"] for _, found in sets for shard in found)
+    remote = sum(shard["raw_data"]["bytes"] for stream, found in sets if stream.args.get("cache") for shard in found)
+    algorithm, share = args.get("shuffle_algo", "py1e"), samples / machines
+    block = args.get("shuffle_block") or max(4_000_000 // machines, 1 << 18)
+    spread = {"py1e": 1.25 * block, "py1br": 2 * block, "naive": samples}.get(algorithm, share / 64)
+    ahead = args.get("predownload") or 8 * recipe.training.global_batch // int(os.environ.get("WORLD_SIZE") or 1)
+    at_a_time = spread + ahead * max(1, _workers(data)) * _local_world()
+    return math.ceil(remote * min(at_a_time, samples if algorithm == "naive" else share) / max(1, samples))
 
 
 def hashes(recipe: Recipe) -> Iterator[Finding]:
@@ -130,14 +155,12 @@ def shards(recipe: Recipe) -> Iterator[Finding]:
     found = [_shards(stream) for stream in streams]
     if not found or not all(found):
         return
-    world, local, workers = int(os.environ.get("WORLD_SIZE") or 1), _local_world(), _workers(data)
-    number, machines = sum(map(len, found)), max(1, world // local)
+    world, workers = int(os.environ.get("WORLD_SIZE") or 1), _workers(data)
+    number, machines = sum(map(len, found)), _machines()
     remote = any(stream.args.get("cache") for stream in streams)
     text = f"{label}: {count_text(number, 'shard')}, {count_text(machines, 'machine')}"
     if remote and number < machines:
-        yield Finding(
-            "warning", "shards", f"{text}: machines fetch the same shards; encode with a smaller size_limit"
-        )
+        yield Finding("warning", "shards", f"{text}: machines fetch the same shards; encode with a smaller size_limit")
         return
     samples = sum(shard["samples"] for parts in found for shard in parts)
     batches, incomplete = divmod(samples, recipe.training.global_batch)
@@ -179,3 +202,7 @@ def _workers(data: Component) -> int:
 
 def _local_world() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+
+
+def _machines() -> int:
+    return max(1, int(os.environ.get("WORLD_SIZE") or 1) // _local_world())
