@@ -48,10 +48,11 @@ class NotAnswered(NotRead):
 class ImageStream(IterableDataset):
     """`image` (3, R, R) uint8 and, if requested, `tokens` (L,) int64; endless in training, once through otherwise.
 
-    Ranks and their workers share the shards if there are enough of them, and the samples otherwise. The order depends
-    only on the seed and the pass, and cropping and flipping only on the position in it. So a resumed run continues as
-    if it had not been stopped. It reads the samples that it skips, which is at most one pass, but does not decode them
-    (with keep_decoded it decodes one pass again).
+    Ranks and their workers share the shards if there are enough of them, and the samples otherwise, or with
+    keep_decoded: each worker then reads all shards and decodes its samples. The order depends only on the seed and the
+    pass, and cropping and flipping only on the position in it. So a resumed run continues as if it had not been
+    stopped. It reads the samples that it skips, which is at most one pass, but does not decode them (with keep_decoded
+    it decodes one pass again).
 
     In training a sample also has its `place`, (2,) int64: the pass, and the number of its samples drawn so far.
 
@@ -78,8 +79,14 @@ class ImageStream(IterableDataset):
             from data.tokenizers.clip_library import open_clip
 
             self.tokenizer = bound(open_clip.SimpleTokenizer(context_length=self.tokens))
-        label = "train" if self.placement.training else "val"
-        self.deaths = PictureDeaths(self.placement.output, label, shards_of(self.source))
+        label, shards = "train" if self.placement.training else "val", shards_of(self.source)
+        readers = self.placement.world * max(1, workers)
+        if self.placement.training and not self.keep_decoded and len(shards) < readers:
+            log.warning(
+                f"pictures: {readers} workers on all ranks share {len(shards)} shards, so each worker reads all of "
+                "them in each pass: use fewer workers, or a source with more shards"
+            )
+        self.deaths = PictureDeaths(self.placement.output, label, shards)
         self.batches = 0  # taken by the training process
         self.places = [(0, 0)] * max(1, workers)  # of each worker, after the last batch that was taken from it
 
@@ -201,7 +208,9 @@ class ImageStream(IterableDataset):
         if self.placement.training:
             np.random.default_rng([self.placement.seed, turn]).shuffle(shards)  # the same on every rank
         mine, of = part
-        if len(shards) >= of:
+        # Decoded images stay where they were first: parts of whole shards would differ in size for good, and the
+        # images of the smaller ones would be drawn more often.
+        if len(shards) >= of and not self.keep_decoded:
             yield from itertools.chain.from_iterable(map(self._read_shard, shards[mine::of]))
         else:
             yield from itertools.islice(itertools.chain.from_iterable(map(self._read_shard, shards)), mine, None, of)

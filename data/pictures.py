@@ -86,7 +86,8 @@ def pictures(
         tokens: number of caption tokens, by open_clip's byte-pair tokenizer; null: none.
         word_dropout: probability that a word of a caption is left out, so that the model learns each word (training
             only). At least one word stays.
-        workers: number of worker processes that decode; 0 decodes in the training process.
+        workers: number of worker processes that decode; 0 decodes in the training process. If the workers of all ranks
+            are more than the shards of the source, each of them reads the whole source in each pass.
         shuffle_buffer: number of samples within which the order is shuffled, in addition to the order of shards.
         keep_decoded: keep cropped images in memory after the first pass, as uint8; needs crop: center.
         limit: maximum number of images of a validation set, per device.

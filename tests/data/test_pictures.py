@@ -85,6 +85,21 @@ def test_ranks_and_workers_share_a_pass(shards):
     assert sorted(whole) == list(range(24))
 
 
+def test_pictures_that_are_kept_are_drawn_equally_often_on_all_ranks():
+    """Of three shards on two ranks, one would have two for good."""
+    parts = [take(load(Numbered(3, 8), rank=rank, world=2, keep_decoded=True), 12) for rank in range(2)]
+    assert Counter(parts[0] + parts[1]) == dict.fromkeys(range(24), 4)
+
+
+def test_more_readers_than_shards_are_told_that_each_reads_them_all(capsys):
+    for world in (2, 3):
+        source = Numbered(2, 6)
+        loader = load(source, batch=2, world=world, shuffle_buffer=0)
+        told = "share 2 shards, so each worker reads all of them" in capsys.readouterr().out
+        take(loader, 12 // world // 2)
+        assert told == (world > 2) == (len(source.reads) == 2)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_seed_gives_the_order(workers):
     def order(seed):
