@@ -28,6 +28,7 @@ from streaming.base.constant import TICK
 from streaming.base.dataset import _Iterator, _ShardState
 from streaming.base.format import FileInfo, Reader
 from streaming.base.format.mds.reader import MDSReader
+from streaming.base.storage import CloudDownloader
 from streaming.base.util import wait_for_file_to_exist
 from streaming.base.world import World
 
@@ -70,6 +71,7 @@ class WholeStream(Stream):
     """
 
     held = 0
+    _process: int | None = None  # that the downloader belongs to
 
     def get_shards(self, world: World, allow_unsafe_types: bool) -> list[Reader]:
         """See `Stream.get_shards`. The index is read once, and each entry takes up a fifth of the memory: streaming
@@ -155,6 +157,9 @@ class WholeStream(Stream):
         partial = path.with_name(f"{path.name}.part")
         if self.remote is None:
             raise FileNotFoundError(f"{path}: not there, and the set has no remote address")
+        if self._process != os.getpid():
+            # A client keeps connections open. On those of the parent, forked workers would read each other's answers.
+            self._downloader, self._process = CloudDownloader.get(self.remote), os.getpid()
         remote = os.path.join(self.remote, self.split, from_basename)
         with about(path, partial):
             fetch(remote, partial, self.download_timeout, 1 + self.download_retry, self._downloader)
