@@ -1,4 +1,4 @@
-"""Weights in the precision of autocast, made once per batch instead of once per microbatch."""
+"""Weights in the precision of autocast, made once or twice per batch instead of once per microbatch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 from data.system.log import log
 from recipes.algorithms.sharding.shard import is_sharded
 from recipes.training.lever import Lever
+from recipes.training.ranks import world_size
 from recipes.training.run import Run
 
 
@@ -19,7 +20,8 @@ class WorkingWeights(Lever):
     Autocast copies each weight when a layer first needs it, and forgets all copies when its context ends, after the
     forward pass of each microbatch. Here it forgets them when the last backward pass of the batch has ended, before the
     optimizer changes the weights. Results are bit-equal. Copies take 2 bytes per parameter for the whole batch, as they
-    do anyhow from each forward pass to its backward pass. Where a block is recomputed, PyTorch enters autocast on the
+    do anyhow from each forward pass to its backward pass. With several processes, the last microbatch makes new copies,
+    so that gradients are averaged during its backward pass. Where a block is recomputed, PyTorch enters autocast on the
     thread of the backward pass, which on a GPU is another one, and forgets all copies when it leaves.
     """
 
@@ -49,6 +51,12 @@ class WorkingWeights(Lever):
         if self.used and not self.keeps:
             torch.autocast_increment_nesting()  # autocast contexts inside are not the outermost, so they forget nothing
             self.keeps = True
+
+    def before_forward(self, run: Run) -> None:
+        # A backward pass runs what the forward passes did last first. It would cast the gradients of copies from an
+        # earlier microbatch after all else, and only then could ranks begin to average them.
+        if self.keeps and run.last_pass and world_size() > 1:
+            torch.clear_autocast_cache()
 
     def unscale_gradients(self, run: Run) -> None:
         """The last backward pass of the batch has ended; weights change next."""

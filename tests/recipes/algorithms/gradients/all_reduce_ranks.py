@@ -9,12 +9,14 @@ from torch import nn
 
 from recipes.algorithms.gradients.block_all_reduce import BlockAllReduce, groups_of
 from recipes.algorithms.graphs.cuda_graphs import CudaGraphs
+from recipes.algorithms.modules.working_weights import WorkingWeights
 from recipes.engines.data_parallel import data_parallel
 from recipes.models.task import Task
 from recipes.training.levers import Levers
 from tests.recipes.algorithms.graphs.emulated import emulate
 from tests.recipes.algorithms.graphs.test_cuda_graphs import Net
-from tests.recipes.training.fake_run import FakeRun
+from tests.recipes.algorithms.modules.test_working_weights import AutocastRun, Casts, Layers
+from tests.recipes.training.fake_run import FakeRun, train
 
 PASSES = 3
 
@@ -123,6 +125,26 @@ def messages(folder):
     assert events == ["first"] * (PASSES - 1) + [wide, second, "first", first, rest]
 
 
+def working_weights(folder):
+    """Also where 16-bit copies of weights are kept over microbatches, blocks are sent before the last backward pass has
+    ended. New copies are made once for that, whatever the number of microbatches."""
+    task, events = Layers(), []
+    first, second = (sum(p.numel() for p in block.parameters()) for block in task.blocks())
+    task.blocks()[0].register_full_backward_pre_hook(lambda *_: events.append("first"))
+    send = dist.all_reduce
+
+    def noted(buffer, *arguments, **options):
+        events.append(buffer.numel())
+        return send(buffer, *arguments, **options)
+
+    run = AutocastRun(task, duration="1ba", precision="amp_bf16")
+    data = [{"x": torch.randn(4 * PASSES, 6)}]
+    with mock.patch.object(dist, "all_reduce", noted), Casts((5, 6), (4, 5)) as casts:
+        train(run, data, levers=[WorkingWeights(task), BlockAllReduce(task)], microbatch=4)
+    assert events[: PASSES + 2] == ["first"] * (PASSES - 1) + [second, "first", first]
+    assert casts.count == 2 * 2
+
+
 def graphs(folder):
     """With CUDA graphs, here emulated, which complete the gradients of a block at once."""
     with pytest.MonkeyPatch.context() as patch:
@@ -154,4 +176,9 @@ def graphs(folder):
             assert sum(g is not None for g in written) == 5
 
 
-CHECKS = {"block_all_reduce: means": means, "block_all_reduce: messages": messages, "block_all_reduce: graphs": graphs}
+CHECKS = {
+    "block_all_reduce: means": means,
+    "block_all_reduce: messages": messages,
+    "block_all_reduce: working weights": working_weights,
+    "block_all_reduce: graphs": graphs,
+}
