@@ -7,9 +7,12 @@ codes, K codes.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from recipes.models.blocks.formats import format_of
 
 
 def logit_laplace(mapped: Tensor, mean: Tensor, log_scale: Tensor) -> Tensor:
@@ -45,7 +48,7 @@ def relax(logits: Tensor, temperature: Tensor | float) -> Tensor:
     # -ln of a uniform number is exponential. `exponential_` itself is sequential on a CPU and takes four times as long.
     # A uniform 0 becomes infinite and gets a weight of 0; a 1, which 16-bit rounding makes, would become NaN unclamped.
     exponential = torch.empty_like(logits).uniform_().log_().neg_().clamp_(min=torch.finfo(logits.dtype).tiny)
-    return ((logits - exponential.log_()) / temperature).softmax(dim=1)
+    return over_codes(torch.softmax, (logits - exponential.log_()) / temperature)
 
 
 def kl_to_uniform(logits: Tensor) -> Tensor:
@@ -57,5 +60,20 @@ def kl_to_uniform(logits: Tensor) -> Tensor:
     Returns:
         (B, G, G) in nats per grid position, between 0 and ln K.
     """
-    log_q = logits.log_softmax(dim=1)
+    log_q = over_codes(torch.log_softmax, logits)
     return (log_q.exp() * log_q).sum(dim=1) + math.log(logits.shape[1])
+
+
+def over_codes(softmax: Callable[..., Tensor], x: Tensor) -> Tensor:
+    """A softmax over the codes that keeps the memory format, in both passes.
+
+    PyTorch's return contiguous memory. In channels_last, that would copy all logits, which are by far the largest
+    tensors of the network, to the other format and back.
+
+    Args:
+        softmax: `torch.softmax` or `torch.log_softmax`.
+        x: (B, K, G, G).
+    """
+    if format_of(x) is torch.contiguous_format:
+        return softmax(x, dim=1)
+    return softmax(x.movedim(1, -1), dim=-1).movedim(-1, 1)

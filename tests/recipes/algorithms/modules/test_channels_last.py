@@ -11,6 +11,7 @@ from torch import nn
 from recipes.algorithms.modules.channels_last import ChannelsLast, use_channels_last
 from recipes.algorithms.modules.fused_group_norm import fuse_group_norms
 from recipes.models.dvae.network import DVAE
+from recipes.models.dvae.task import DiscreteAutoencoder
 from recipes.models.kernels.fused_norm import FusedGroupNorm
 from recipes.models.latent_diffusion.unet import unet
 from tests.recipes.training.fake_run import FakeRun
@@ -96,6 +97,18 @@ def test_the_encoder_of_a_dvae():
     model.encoder.blocks.input.register_forward_hook(lambda module, given, output: seen.extend([given[0], output]))
     model.encoder(x)
     assert [is_channels_last(x) for x in seen] == [True, True]
+
+
+def test_the_codes_of_a_dvae_in_training():
+    """The largest tensors of a step: what the decoder is given, and the gradient that the encoder's logits get."""
+    task, seen = DiscreteAutoencoder(codes=32, hidden=8, blocks=1, initial=8, beta=1.0), []
+    use_channels_last(task)
+    encoder, decoder = task.network.encoder.blocks, task.network.decoder.blocks
+    encoder.output.conv.register_forward_hook(lambda module, given, logits: logits.register_hook(seen.append) and None)
+    decoder.input.register_forward_hook(lambda module, given, output: seen.append(given[0]))
+    task({"image": torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)})["total"].backward()
+    assert [x.shape for x in seen] == [(2, 32, 4, 4)] * 2
+    assert all(is_channels_last(x) and not x.is_contiguous() for x in seen)
 
 
 @pytest.mark.parametrize("fused_first", [True, False])

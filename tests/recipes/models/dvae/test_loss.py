@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.models.dvae.loss import kl_to_uniform, logit_laplace, relax
+from recipes.models.dvae.loss import kl_to_uniform, logit_laplace, over_codes, relax
 
 
 @pytest.mark.parametrize(("mean", "log_scale"), [(0.0, 0.0), (1.5, -1.0), (-2.0, 0.3), (0.7, -3.0)])
@@ -53,6 +53,16 @@ def test_kl_by_enumeration():
                 weights = [math.exp(v) for v in logits[b, :, y, x].tolist()]
                 q = [w / sum(weights) for w in weights]
                 assert kl[b, y, x].item() == pytest.approx(sum(p * math.log(p / (1 / 7)) for p in q), rel=1e-9)
+
+
+@pytest.mark.parametrize("softmax", [torch.softmax, torch.log_softmax])
+def test_either_memory_format_has_the_same_values(softmax):
+    x = torch.randn(2, 7, 3, 4, generator=torch.Generator().manual_seed(0))
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        given = x.to(memory_format=memory_format)
+        found = over_codes(softmax, given)
+        torch.testing.assert_close(found, softmax(x, dim=1))
+        assert found.stride() == given.stride()
 
 
 def test_kl_at_its_ends():
