@@ -51,14 +51,13 @@ class Leave(Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, scale: Tensor) -> Tensor:
         """y (...) float16, scale () float32 -> (...) float32."""
-        ctx.save_for_backward(scale)
-        ctx.dtype = y.dtype
+        # Not by `save_for_backward`: recomputation would go on to here, and a divided branch send its result again.
+        ctx.scale, ctx.dtype = scale, y.dtype
         return result(y.to(torch.float32))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (scale,) = ctx.saved_tensors
-        return (gradient * scale).to(ctx.dtype), None
+        return (gradient * ctx.scale).to(ctx.dtype), None
 
 
 class ScaledBranch(nn.Module):

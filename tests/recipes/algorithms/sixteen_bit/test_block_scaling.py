@@ -119,6 +119,19 @@ def test_gradients_are_those_of_32_bit(recomputed):
     assert list(scaled.state_dict()) == list(plain.state_dict())
 
 
+def test_recomputation_ends_with_the_last_product():
+    """What follows it, such as the message of a divided branch, is not repeated."""
+    blocks, ends = network(), []
+    recompute(blocks)
+    scaled, _, _ = with_scales(blocks, [2.0**10] * 6)
+    for block in scaled:
+        block.branch[-1].register_forward_pre_hook(lambda *_: ends.append("end"))
+    loss = loss_of(scaled)
+    assert len(ends) == 6
+    loss.backward()
+    assert len(ends) == 6
+
+
 def test_scales_far_too_large_are_seen_and_the_filter_spares_earlier_blocks():
     scaled, scales, filtered = with_scales(network(), [2.0**13] * 4 + [2.0**30] + [2.0**13])
     loss_of(scaled).backward()
