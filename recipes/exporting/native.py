@@ -107,11 +107,18 @@ def load(task: Task, checkpoint: Checkpoint, weights: Weights | None, deferred: 
     One that `write_weights` writes tensor by tensor gets stand-ins, if the checkpoint has such.
 
     Raises:
-        ValueError: they do not fit, or averaged ones are requested and there are none.
+        ValueError: they do not fit, averaged ones are requested and there are none, or an export of averaged ones would
+            have numbers of those of training (see `Task.measure`).
     """
     if weights == "ema" and not checkpoint.average:
         raise ValueError(f"--weights ema: {checkpoint.path} holds no averaged weights; use raw")
     averaged = bool(checkpoint.average) and weights != "raw"
+    if averaged and type(task).measure is not Task.measure:
+        raise ValueError(
+            f"{checkpoint.path}: an export of averaged weights of {type(task).__name__} has numbers that its run "
+            "measures, such as a scaling factor, and the checkpoint has those of the weights of training; take "
+            f"{checkpoint.path.parent.parent}/export, which the run writes, or give --weights raw"
+        )
     tensors = {**checkpoint.weights, **(_under_all_names(checkpoint.average, task) if averaged else {})}
     own = task.state_dict()
     # Averages are kept in 32 bits, whatever the parameters have.

@@ -106,6 +106,20 @@ def test_other_models_keep_their_own_format(tmp_path, drawings):
     assert "checkout" not in card
 
 
+def test_averaged_weights_do_not_get_the_scaling_factor_of_others(tmp_path, drawings, capsys):
+    """A checkpoint has the moments of the latents of the weights of training, which the averaged ones do not have."""
+    source = [f"data.source.urls={drawings}/train/*.tar", "evals.val=null", f"output={tmp_path}/run"]
+    small = ["model={channels: [8, 16], norm_groups: 4}", "training.device=cpu"]
+    path, task = a_run(load_config(ROOT / "yamls" / "openmoji_vae.yaml", [*source, *small], Recipe))
+    for weights in ([], ["--weights", "ema"]):
+        error = refuse(capsys, path, tmp_path / "out", *weights)
+        assert f"take {tmp_path}/run/export, which the run writes, or give --weights raw" in error
+        assert not (tmp_path / "out").exists()
+    export(path, tmp_path / "out", "--weights", "raw")
+    written = load_file(tmp_path / "out" / "diffusion_pytorch_model.safetensors")
+    assert all(torch.equal(written[name], tensor) for name, tensor in task.network.state_dict().items())
+
+
 def test_the_card_of_a_dvae_opens_it(tmp_path, drawings):
     source = [f"data.source.urls={drawings}/train/*.tar", "evals.val=null", f"output={tmp_path}/run"]
     small = ["model={codes: 8, hidden: 8, blocks: 1}", "training.device=cpu"]
