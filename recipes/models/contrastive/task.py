@@ -185,7 +185,8 @@ class ContrastiveText(Task):
         config = {"model_cfg": self.config, "preprocess_cfg": {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}}
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
-        scale = {SCALE: self.logit_scale.log.detach().reshape(())}
+        log = self.logit_scale.log.detach().clamp(max=LARGEST_LOG_SCALE)  # as in training; open_clip has no bound
+        scale = {SCALE: log.reshape(())}
         save_safetensors(self.network.state_dict() | scale, folder / WEIGHTS)
 
     def load_export(self, folder: Path) -> None:

@@ -142,6 +142,15 @@ def test_open_clip_opens_the_export(task, batch, folder):
     torch.testing.assert_close((batch["image"] / 255 - mean) / std, x)
 
 
+def test_the_export_has_the_factor_of_training(batch, tmp_path):
+    """The step of an optimizer may lead beyond the bound, which open_clip's model does not have."""
+    task = ContrastiveText(**SIZES)
+    task.logit_scale.log.data.fill_(5.0)
+    task.export(tmp_path)
+    clip = open_clip.create_model(f"local-dir:{tmp_path}")
+    assert clip.logit_scale.exp().item() == task.logit_scale().item()
+
+
 def test_the_encode_job_opens_the_export(task, batch, folder):
     vectors = []
     hook = task.network.ln_final.register_forward_hook(lambda module, args, out: vectors.append(out))
