@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from data.aliases import Duration
 from data.cost import FLOAT, Cost, Plan, count_text, size_text
@@ -95,6 +96,14 @@ class ScheduledEMA(Lever):
 
     def change_modules(self, run: Run) -> None:
         self.task = run.task
+        for name, module in run.task.named_modules():
+            if isinstance(module, _BatchNorm) and module.training and module.running_mean is not None:
+                log.warning(
+                    f"scheduled_ema: {name} ({type(module).__name__}) has statistics of the weights of training, which "
+                    "validation, samples and exports of averaged weights use, too; take a norm without statistics, "
+                    "such as GroupNorm"
+                )
+                break
 
     def check_run(self, run: Run) -> None:
         """Finds out when the average begins, and the decay."""

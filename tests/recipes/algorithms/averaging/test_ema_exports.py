@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import UNet2DConditionModel
+from torch import nn
 
 from data.system.errors import WrongResult
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
@@ -19,6 +20,7 @@ from recipes.models.latent_diffusion.ddpm import DDPM
 from recipes.models.latent_diffusion.task import LatentDiffusion
 from recipes.models.latent_diffusion.unet import unet
 from tests.recipes.engines.composer.inside import lever_of
+from tests.recipes.training.fake_run import FakeRun
 
 
 def test_exports_hold_both_kinds_of_weights_or_the_averaged_ones(tmp_path, monkeypatch):
@@ -85,3 +87,20 @@ def test_the_512_recipe_exports_and_samples_its_average(tmp_path, small_recipe, 
     with lever_of(made, ScheduledEMA).applied():
         assert all(torch.equal(a, b) for a, b in zip(ema.parameters(), own.parameters(), strict=True))
     assert not torch.equal(ema.network.conv_in.weight, raw.network.conv_in.weight)
+
+
+@pytest.mark.parametrize(("norm", "named"), [("statistics", "1 (BatchNorm2d)"), ("none", None), ("frozen", None)])
+def test_statistics_of_the_weights_of_training_are_named(norm, named, capsys):
+    """They stay in the model with its averaged weights, whose activations have other ones."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, track_running_stats=norm != "none"))
+    model[1].train(norm != "frozen")
+    run, ema = FakeRun(model), ScheduledEMA(decay=0.5)
+    for hook in ("change_modules", "begin"):
+        getattr(ema, hook)(run)
+    model(torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(0)))
+    own = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with ema.applied():
+        assert all(torch.equal(buffer, own[name]) for name, buffer in model.named_buffers())
+    said = capsys.readouterr().out
+    assert ("has statistics of the weights of training" in said) == (named is not None)
+    assert named is None or f"scheduled_ema: {named} has statistics" in said
