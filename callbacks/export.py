@@ -15,7 +15,7 @@ from callbacks.averaged import averaged
 from callbacks.divided_weights import host_bytes, write_divided
 from data.aliases import Duration
 from data.cost import FLOAT, Cost, Files, Plan, size_text
-from data.loading import Loading
+from data.loading import Batch, Loading
 from data.system.files import read_if_object
 from data.system.log import log
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
@@ -95,7 +95,7 @@ class Export(PeriodicCallback):
         ema, average = self.average, None
         if ema is not None and ema.running:
             record["average"] = {"decay": ema.decay, "every": ema.every, "begun": ema.begun}
-            average = partial(self._averaged, run)
+            average = partial(self._averaged, run, self._to_measure(run))
         if is_sharded(self.task) and self.task.exported is not None:
             self._write_divided(record, complete, average)
         else:
@@ -104,22 +104,32 @@ class Export(PeriodicCallback):
         if complete:
             log.info(f"weights: {self.folder}")
 
+    def _to_measure(self, run: Run) -> Batch | None:
+        """The batch on which `Task.measure` compares averaged weights; None: the task measures nothing, or there is no
+        batch. A start that finds the run at its end takes one of the loader, which every rank must do."""
+        if type(self.task).measure is Task.measure:
+            return None
+        batch = run.batch or next(iter(self.loading.loader), None)
+        if batch is None:
+            log.warning(
+                f"export: the data has no batch left to measure averaged weights on, so what {self.folder} says of "
+                "them is of those of training; make training.duration a batch longer, and start again"
+            )
+        return batch
+
     @contextmanager
-    def _averaged(self, run: Run) -> Iterator[None]:
+    def _averaged(self, run: Run, batch: Batch | None) -> Iterator[None]:
         """A context in which the task has its averaged weights, and what its export says of weights is of these."""
-        measures = type(self.task).measure is not Task.measure
-        if measures and not run.batch:
-            log.warning("export: no batch has been trained on, so what it says of its weights is of those of training")
-        before = self._measured(run) if measures and run.batch else None
+        before = None if batch is None else self._measured(run, batch)
         with (
             averaged(self.average),
-            nullcontext() if before is None else self.task.measured(before, self._measured(run)),
+            nullcontext() if before is None else self.task.measured(before, self._measured(run, batch)),
         ):
             yield
 
-    def _measured(self, run: Run) -> Tensor:
+    def _measured(self, run: Run, batch: Batch) -> Tensor:
         with torch.no_grad(), run.autocast(), evaluation_mode(self.task):
-            return self.task.measure(run.batch)
+            return self.task.measure(batch)
 
     @classmethod
     def cost(cls, args: dict[str, Any], plan: Plan) -> Cost:

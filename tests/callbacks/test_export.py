@@ -175,8 +175,10 @@ def test_the_scaling_factor_of_averaged_weights_is_theirs(tmp_path, capsys):
     assert config["scaling_factor"] == pytest.approx(3 * (square - mean**2) ** -0.5, rel=0.05)
     assert torch.equal(task.latent_moments, moments) and task.training
     run.batch = {}  # of a start that finds the run at its end
-    Export(task, "run", str(tmp_path), LOADING, None, ema, None).end(run)
-    assert "export: no batch has been trained on" in capsys.readouterr().out
+    Export(task, "run", str(tmp_path), Loading(loader=[{"image": images[:2]}]), None, ema, None).end(run)
+    assert json.loads((tmp_path / "export" / "config.json").read_text()) == config
+    Export(task, "run", str(tmp_path), Loading(loader=[]), None, ema, None).end(run)
+    assert "make training.duration a batch longer, and start again" in capsys.readouterr().out
 
 
 def test_of_encoders_an_export_has_no_other_weights(tmp_path, task):
