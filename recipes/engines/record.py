@@ -31,10 +31,12 @@ from recipes.engines.first_weights import whole_of
 from recipes.planning.run_summary import CONFIG
 from recipes.training.checkpoint_names import NAME, has_checkpoints, newest_of_all
 from recipes.training.clock import parse_duration
+from recipes.training.ranks import world_size
 
 ENCODED = "encoded.json"
 VOCABULARY = "vocabulary"  # its key there
 SAMPLES = "samples"  # per epoch
+COMPARED = "compared"  # samples that the loss compares with each other, of a model that does so
 TRACKED = "tracked.txt"  # what loggers know the run by, see `recipes.engines.logs.tracking`
 DEFAULTS = "defaults.json"  # of the components of other packages, by their paths in the recipe
 RECORD = (CONFIG, ENCODED, TRACKED, DEFAULTS)  # files in the folder of a run
@@ -207,6 +209,14 @@ def _compares_samples(recipe: Recipe) -> bool:
     return getattr(task, "compares_samples", False)
 
 
+def _compared(recipe: Recipe) -> int | None:
+    """How many samples the loss compares with each other, on as many devices as there are; None: it compares none."""
+    if not _compares_samples(recipe):
+        return None
+    batch, size = recipe.training.device_batch(world_size()), recipe.training.microbatch
+    return min(batch, size) if isinstance(size, int) else batch
+
+
 def _acts_on_training(recipe: Recipe, key: str) -> bool:
     callback = recipe.callbacks.get(key.split(".")[1])
     return callback is not None and callback.name in ACTS_ON_TRAINING
@@ -227,7 +237,8 @@ def keep_record(recipe: Recipe, data: Loading) -> None:
     own = [component for component in components_in(recipe) if "." in component.name]
     if own or (output / DEFAULTS).exists():
         write_json(output / DEFAULTS, {one.path: [one.name, defaults_of(one)] for one in own}, indent=1)
-    if encoded := _encoded(data):
+    compared = _compared(recipe)
+    if encoded := _encoded(data) | ({} if compared is None else {COMPARED: compared}):
         write_json(output / ENCODED, encoded, indent=1)
 
 
@@ -285,7 +296,8 @@ def check_encoders(recipe: Recipe, data: Loading, evals: Mapping[str, Loading]) 
     export whose weights a new run begins with.
 
     Raises:
-        ValueError: a set was encoded by others, or the run began with another vocabulary.
+        ValueError: a set was encoded by others, or the run began with another vocabulary, or a loss that compares
+            samples would do so with another number of them.
     """
     own = _encoded(data)
     for label, loading in evals.items():
@@ -310,6 +322,14 @@ def check_encoders(recipe: Recipe, data: Loading, evals: Mapping[str, Loading]) 
     if values := encoded_of(record):
         of_run, vocabulary = f"of {run}, whose checkpoint is loaded", values.pop(VOCABULARY, None)
         samples = values.pop(SAMPLES, None)
+        before, now = values.pop(COMPARED, None), _compared(recipe)
+        changes = _is_below("training.microbatch", recipe.checkpoints.allow_changes)
+        if resumed and before not in (None, now) and not changes:
+            raise ValueError(
+                f"checkpoints.autoresume: the loss of {run} compares {before} samples with each other at a time, and "
+                f"would now compare {now}: go on with as many devices, or the same training.microbatch, or with "
+                "'checkpoints.allow_changes=[training.microbatch]'"
+            )
         if resumed and samples not in (None, data.samples):
             log.warning(
                 f"data: an epoch of {run} had {samples} samples at its checkpoint and has {data.samples} now. The "

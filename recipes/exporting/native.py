@@ -17,7 +17,7 @@ from recipes.config.schema import Component
 from recipes.config.values import ConfigError
 from recipes.engines.checkpoints.deferred import Deferred
 from recipes.engines.first_weights import started_from
-from recipes.engines.record import SAMPLES, compare_manifest, compare_vocabulary, encoded_of, record_with
+from recipes.engines.record import COMPARED, SAMPLES, compare_manifest, compare_vocabulary, encoded_of, record_with
 from recipes.engines.record import VOCABULARY as HASH  # its key
 from recipes.exporting.checkpoints import Checkpoint, read_checkpoint
 from recipes.exports.folder import bundle_of, export_folder
@@ -169,7 +169,7 @@ def training_data(
     if data is None and beside is not None:
         places.append(EncodedSet(str(beside), None, {}))
     encoded, of_run = encoded or {}, f"of {export_of_run.parent}"
-    expected = {name: value for name, value in encoded.items() if name not in (HASH, SAMPLES)}
+    expected = {name: value for name, value in encoded.items() if name not in (HASH, SAMPLES, COMPARED)}
     for place in places:
         try:
             if texts:

@@ -148,6 +148,22 @@ def test_the_microbatch_of_a_model_that_compares_its_samples_may_not_change():
     assert list(changes_of(before, now)) == [("training.microbatch", None, 8)]
 
 
+def test_nor_may_the_number_of_devices_that_divide_its_batch(tmp_path):
+    changes = [f"output={tmp_path}", "training.global_batch=64"]
+    recipe = load_config(ROOT / "yamls" / "openmoji_text.yaml", changes, Recipe)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "ep0-ba3-rank0.pt").touch()
+    check_encoders(recipe, Data, {})  # of an earlier version, which did not write it down
+    keep_record(recipe, Data)
+    assert json.loads((tmp_path / ENCODED).read_text()) == {"compared": 64}
+    check_encoders(recipe, Data, {})
+    (tmp_path / ENCODED).write_text('{"compared": 32}')  # of two devices
+    with pytest.raises(ValueError, match=f"the loss of {tmp_path} compares 32 samples .* would now compare 64: go on"):
+        check_encoders(recipe, Data, {})
+    for change in ("training.microbatch=32", "checkpoints.allow_changes=[training.microbatch]"):
+        check_encoders(load_config(ROOT / "yamls" / "openmoji_text.yaml", [*changes, change], Recipe), Data, {})
+
+
 def by_a_function(**args):
     return ContrastiveText(**args)
 
