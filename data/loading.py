@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from data.encoded.manifest import Manifest
+from data.system.helper_process import end_with_parent
 from data.tokenizers.vocabulary_files import VocabularyFile
 from data.workers.stacks import give_stacks
 
@@ -120,8 +121,10 @@ def leave_signals(worker: int) -> None:
     Another one asks for stacks.
 
     Clusters and containers send them to all processes, and a terminal does so with Ctrl-C. A worker ends when its
-    trainer does.
+    trainer does, also when that is killed: PyTorch's would first read the batches that it was asked for, and fetch for
+    minutes into a cache whose lock has ended with the trainer.
     """
+    end_with_parent(signal.SIGKILL)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     give_stacks()

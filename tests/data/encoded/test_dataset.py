@@ -31,6 +31,7 @@ from data.encoded.sets import local_set
 from data.latents import LatentDataset
 from data.loading import Placement, end_workers, leave_signals
 from data.system.errors import Outage
+from data.system.helper_process import end_with_parent
 from precompute.encoding.columns import LatentColumns
 from precompute.encoding.writer import EncodedSample, ShardWriter, Storage
 from recipes.training.stop import SIGNALS
@@ -444,6 +445,7 @@ def test_workers_leave_signals_to_the_trainer(tmp_path, plain):
         for number in SIGNALS:
             os.kill(os.getpid(), number)
     finally:
+        end_with_parent(0)
         for number, handler in before.items():
             signal.signal(number, handler)
 
