@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from time import sleep, time_ns
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,11 +39,13 @@ from data.remote.downloads import advice, fetch, is_refused, store_error
 from data.system.disk_errors import about, disk_error, disk_line, may_pass
 from data.system.errors import WorkersError, one_line
 from data.system.files import atomic_write, remove_partial
+from data.system.locks import in_turn
 from data.system.memory import NotEnoughMemory, memory_to_read
 
 # Seconds that a machine's processes wait for the one that fetches an index, which may have gigabytes. After as many, a
 # run takes a machine for lost.
 INDEX_WAIT = 600.0
+TURNS = ".lock-shards"  # in a cache; each shard has a byte of it, which is locked while the shard is fetched
 STALE = 3600.0  # seconds since its last change after which what a killed process decompressed is removed
 
 
@@ -148,9 +151,17 @@ class WholeStream(Stream):
         self.held = 0 if self.remote is not None else int(cache_usage_per_shard.sum())
 
     def prepare_shard(self, shard: Reader) -> int:
-        """See `Stream.prepare_shard`. What a set that is nowhere else decompresses is in no cache: nobody evicts it."""
-        grown = super().prepare_shard(shard)
-        return 0 if self.remote is None else grown
+        """See `Stream.prepare_shard`. What a set that is nowhere else decompresses is in no cache: nobody evicts it.
+
+        Two data sets of a run may have one cache, such as a validation set that is read at two resolutions. If both
+        fetched a shard at the same time, one would give the file its name that the other still writes.
+        """
+        if self.remote is None:
+            super().prepare_shard(shard)
+            return 0
+        name = shard.raw_data.basename
+        with in_turn(Path(self.local, self.split, TURNS), crc32(name.encode())):
+            return super().prepare_shard(shard)
 
     def _download_file(self, from_basename: str, to_basename: str | None = None) -> str:
         path = Path(self.local, self.split, to_basename or from_basename)

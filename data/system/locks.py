@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,6 +55,36 @@ def held(path: Path, busy: str, patience: float = 0.0) -> Iterator[None]:
         yield
     finally:
         os.close(file)
+
+
+@contextmanager
+def in_turn(path: Path, place: int) -> Iterator[None]:
+    """Holds one byte of a file, which is created where it is missing; other processes and threads wait for it.
+
+    Unlike `held`, it is an open file's and not a process's. Where the file system has no such locks, nobody waits.
+
+    Args:
+        path: of the file, which stays empty.
+        place: number of the byte.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        _set_byte(file, fcntl.F_WRLCK, place)
+        try:
+            yield
+        finally:
+            _set_byte(file, fcntl.F_UNLCK, place)  # a process that was forked meanwhile has the file open, too
+    finally:
+        os.close(file)
+
+
+def _set_byte(file: int, kind: int, place: int) -> None:
+    try:
+        fcntl.fcntl(file, fcntl.F_OFD_SETLKW, struct.pack("hhqqi", kind, os.SEEK_SET, place, 1, 0))
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
 
 
 def _take(file: int, path: Path) -> bool:

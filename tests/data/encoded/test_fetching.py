@@ -14,6 +14,7 @@ from streaming.base.world import World
 from data.encoded.fetching import FetchingDataset, NotFetched, WholeStream
 from data.encoded.shard_places import ShardPlaces
 from data.encoded.shared_names import own_names
+from data.remote.downloads import fetch
 
 SAMPLES = 12
 COLUMNS = {"number": "int", "filler": "bytes"}
@@ -64,6 +65,29 @@ def test_a_shard_that_was_evicted_before_it_was_seen_is_fetched_again(open_set):
     dataset._shard_states[0] = _ShardState.REMOTE  # it was here, and a third one has evicted it
     reading.join(60)
     assert found == list(range(SAMPLES))
+
+
+def test_data_sets_with_one_cache_do_not_fetch_a_shard_at_the_same_time(open_set, monkeypatch):
+    """One gave the file its name that the other still wrote: reading it failed, or the other's renaming."""
+    first, second = open_set(), open_set()
+    fetched, both = [], threading.Event()
+
+    def slow(address, *arguments):
+        fetched.append(address)
+        if len(fetched) > 1:
+            both.set()
+        both.wait(1)
+        return fetch(address, *arguments)
+
+    monkeypatch.setattr("data.encoded.fetching.fetch", slow)
+    reading = [threading.Thread(target=dataset.prepare_shard, args=[0]) for dataset in (first, second)]
+    for thread in reading:
+        thread.start()
+    for thread in reading:
+        thread.join()
+    assert len(fetched) == 1
+    assert first._shard_states[0] == second._shard_states[0] == _ShardState.LOCAL
+    assert first[0]["number"] == second[0]["number"] == 0
 
 
 def test_a_shard_is_prepared_once_and_not_for_each_sample(open_set, tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from data.system.locks import held
+from data.system.locks import held, in_turn
 
 
 def in_a_child(act):
@@ -32,6 +32,26 @@ def test_another_process_is_refused_and_named(tmp_path):
     with held(path, ""):
         assert in_a_child(take) == 7
     assert in_a_child(take) == 0
+
+
+def test_a_turn_ends_also_where_a_process_was_forked_in_it(tmp_path):
+    path = tmp_path / ".lock"
+
+    def take(place):
+        signal.alarm(20)
+        with in_turn(path, place):
+            pass
+
+    with in_turn(path, 3):
+        child = os.fork()
+        if not child:
+            signal.pause()
+        assert in_a_child(lambda: take(4)) == 0  # of another shard
+    try:
+        assert in_a_child(lambda: take(3)) == 0
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_a_process_may_wait_for_another_and_says_so(tmp_path, monkeypatch, capsys):
