@@ -11,6 +11,7 @@ from data.system.errors import visible
 from recipes.config.command_line import print_once, read_command_line, user_errors
 from recipes.config.values import quoted
 from recipes.evaluation.config import Evaluation
+from recipes.evaluation.variants import distinct, variants
 from recipes.generation.exports import family_of, find_export
 
 # By the type that an option has on the command line, what it may be in a YAML, and its name.
@@ -43,9 +44,8 @@ def main(arguments: list[str], usage: str | None) -> None:
 
 def describe(config: Evaluation) -> str:
     """How many images an evaluation draws per caption, and where it writes."""
-    sweeps = sum(len(values) for values in config.sweeps.values())
-    pool = 0 if config.rerank is None else max(config.rerank.pools)
-    drawn = count_text(1 + sweeps + pool, "image")
+    number = sum(max(variant.pools, default=1) for variant in distinct(variants(config)))
+    drawn = count_text(number, "image")
     return f"evaluate: {drawn} per caption, {', '.join(config.metrics)}; report in {config.out}"
 
 

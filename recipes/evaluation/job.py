@@ -23,46 +23,13 @@ from data.system.files import atomic_write
 from data.system.log import log
 from data.system.ranks import Rank
 from recipes.evaluation.config import Evaluation
+from recipes.evaluation.variants import Variant, distinct, variants
 from recipes.models.sampling import check_images
 from recipes.scoring.reference import blurred, fingerprint
 from recipes.scoring.reranking import IMAGES_AT_ONCE, Reranker
 
 POLL = 0.2  # seconds between looks at what other ranks have finished
 NAMED = 60.0  # seconds of waiting after which it is said what is waited for
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One way to draw all images.
-
-    Attributes:
-        name: such as guidance=3.
-        options: of `generate` of the family's pipeline.
-        pools: sizes of the pool from which the best image is taken; empty: there is one candidate.
-        radii: of the blur.
-    """
-
-    name: str
-    options: dict[str, Any]
-    pools: tuple[int, ...] = ()
-    radii: tuple[int, ...] = (0,)
-
-
-def variants(config: Evaluation) -> list[Variant]:
-    """What a config asks for: the sampling as it is, with all radii of blur; each value of a sweep; the pools.
-
-    An option that is null is left to the pipeline's default.
-    """
-
-    def given(**changed: Any) -> dict[str, Any]:
-        return {name: value for name, value in {**config.sampling, **changed}.items() if value is not None}
-
-    found = [Variant("sampling", given(), radii=tuple(config.blur))]
-    for option, values in config.sweeps.items():
-        found += [Variant(f"{option}={value}", given(**{option: value})) for value in values]
-    if config.rerank is not None:
-        found.append(Variant("rerank", given(), pools=tuple(sorted(set(config.rerank.pools)))))
-    return found
 
 
 def resolution_of(options: dict[str, Any], pipeline: Any) -> int:
@@ -109,8 +76,8 @@ class Job:
                     np.savez(stream, **arrays)
 
     def chunks(self) -> Iterator[tuple[Variant, int]]:
-        """Every variant's first captions of chunks."""
-        for variant in variants(self.config):
+        """The first captions of the chunks of every variant, once where variants have the same images."""
+        for variant in distinct(variants(self.config)):
             for start in range(0, len(self.captions), self.config.chunk):
                 yield variant, start
 

@@ -20,8 +20,9 @@ from data.tokenizers.vocabulary_files import VOCABULARY
 from recipes.config.build import build
 from recipes.config.values import plain_values
 from recipes.evaluation.config import Evaluation
-from recipes.evaluation.job import Job, Variant, resolution_of, variants
+from recipes.evaluation.job import Job, resolution_of
 from recipes.evaluation.report import write_report
+from recipes.evaluation.variants import Variant, variants
 from recipes.generation.exports import find_export, find_network, load_pipeline, read_record, weights_of
 from recipes.models.latent_diffusion.task import SCHEDULER
 from recipes.scoring.extractors import build_extractor

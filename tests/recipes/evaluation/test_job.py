@@ -11,8 +11,10 @@ import pytest
 
 from data.system.errors import WrongResult
 from data.system.ranks import Rank
+from recipes.evaluation.command import describe
 from recipes.evaluation.config import Evaluation, Reference, Rerank
-from recipes.evaluation.job import NAMED, POLL, Job, variants
+from recipes.evaluation.job import NAMED, POLL, Job
+from recipes.evaluation.variants import variants
 
 CAPTIONS = [f"caption {i}" for i in range(11)]
 
@@ -107,6 +109,23 @@ def test_finished_work_is_not_done_again(job):
     assert changed.file(variant, 0) != changed.file(variant, 4)
     for other in (replace(variant, radii=(0, 2)), replace(variant, pools=(1, 2))):
         assert first.file(other, 0) != first.file(variant, 0)
+
+
+def test_what_two_variants_have_in_common_is_drawn_once(job):
+    """A sweep usually contains the value of the sampling. Ranks that draw at the same time do not see each other's."""
+    changes = {"sampling": {"guidance": 4}, "sweeps": {"guidance": [1, 4, 1]}, "blur": [0]}
+    ranks = [job(f"rank{rank}", **changes) for rank in range(3)]
+    for number, one in enumerate(ranks):
+        one.run(Rank(number, 3))
+    assert sum(one.pipeline.drawn for one in ranks) == len(CAPTIONS) * (2 + 4)
+    assert "6 images per caption" in describe(ranks[0].config)
+    alone = job(**changes)
+    alone.run(Rank())
+    found = collected(alone)
+    assert same({"sampling": found["sampling"]}, {"sampling": found["guidance=4"]})
+    other = job("other", **changes | {"sweeps": {"guidance": [4.0]}})  # which has files of its own
+    other.run(Rank())
+    assert same({"sampling": found["sampling"]}, {"sampling": collected(other)["guidance=4.0"]})
 
 
 @pytest.mark.parametrize("change", [lambda images: images[1:], lambda images: images / np.float32(255)])
