@@ -210,8 +210,9 @@ def digests(out: Path) -> dict[str, str]:
     found = {}
     for path in sorted(out.rglob("*")):
         name = path.relative_to(out).as_posix()
-        # config.yaml holds the folder's name; hidden files are locks, and what a killed write left.
-        if path.is_file() and path.name != "config.yaml" and not path.name.startswith("."):
+        # config.yaml holds the folder's name; hidden files are locks, and what a killed write left. A .tmp- folder is
+        # of a shard that a killed rank began and another rank finished; it is kept for an hour.
+        if path.is_file() and path.name != "config.yaml" and not path.name.startswith(".") and ".tmp-" not in name:
             data = path.read_bytes()
             if path.name == "done.json":
                 values = json.loads(data)
